@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from kvd.wire.console import Cell, Column, TableRow
 
+KEY = "key"
+"""In place of a column: what a row is opened by, as ``lease:7``; nobody types that."""
 MAX_CHARS = 256
 """Of one value: what the wire takes."""
 
@@ -221,6 +223,8 @@ def row_passes(condition: Filter, row: TableRow, columns: Sequence[Column], now_
             for text in texts_of(cell)
         ]
         return any(wanted in text for text in texts) != condition.test.endswith("-not")
+    if condition.column == KEY:
+        return cell_passes(condition, row.key, "ref", now_s)
     for column, cell in zip(columns, row.cells, strict=True):
         if column.name == condition.column:
             return cell_passes(condition, cell, column.kind, now_s)

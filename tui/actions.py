@@ -15,21 +15,9 @@ from kvd import filters
 from kvd.errors import Code, Refusal
 from kvd.filters import SyntaxFlaw
 from kvd.text import clean
-from kvd.wire.admin import (
-    AbortRoom,
-    AdminFailed,
-    Audit,
-    Because,
-    Evict,
-    Fence,
-    Flush,
-    Record,
-    Recorded,
-    Rehearse,
-    Report,
-)
+from kvd.wire import admin
 from tui.model import commands
-from tui.widgets.card import EVENTS_OF, CardContent, about_of, links_of, question
+from tui.widgets.card import ELSEWHERE, EVENTS_OF, CardContent, about_of, links_of, question
 from tui.widgets.dialogs import MenuDialog, ReportDialog
 
 if TYPE_CHECKING:
@@ -39,6 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+NO_ROWS = "this page has no rows to leave out: Esc"
 NOT_HERE = "nothing can be changed from here: the console was started with --readonly"
 
 
@@ -56,6 +45,8 @@ async def obey(app: KvdTui, text: str) -> None:
 
 def judge(app: KvdTui, mode: str, text: str) -> SyntaxFlaw | None:
     """What is wrong with a text of the bar; None for nothing."""
+    if mode == "/" and app.page.table() is None and not app.page.CAN_FILTER:
+        return SyntaxFlaw(NO_ROWS, 0)
     found = commands.parse(text) if mode == ":" else f"filter_by({text!r})"
     if isinstance(found, str):
         _, name, words = parse_action(found)
@@ -108,17 +99,17 @@ def sort_by(app: KvdTui, column: str) -> None:
 def name_of(request: NodeRequest) -> str:
     """A verb as an operator types it."""
     match request:
-        case Flush(mode=mode):
+        case admin.Flush(mode=mode):
             return "flush" if mode == "unlocked" else f"flush {mode}"
-        case Evict(pages=pages):
+        case admin.Evict(pages=pages):
             return f"evict {pages}"
-        case AbortRoom(room=room, reason=reason):
+        case admin.AbortRoom(room=room, reason=reason):
             return f"abort room {room} {reason}".rstrip()
-        case Fence():
-            return "fence"
-        case Audit():
-            return "audit"
-        case Record():
+        case admin.Drain(why=words) | admin.RaiseEpoch(namespace=words):
+            return f"{request.__struct_config__.tag} {words}".rstrip()
+        case admin.Fence() | admin.Undrain() | admin.Audit():
+            return type(request).__name__.lower()
+        case admin.Record():
             return "record save"
         case _:
             assert_never(request)
@@ -126,7 +117,7 @@ def name_of(request: NodeRequest) -> str:
 
 def answered(reply: AdminReply, *kinds: type[T]) -> T | Refusal:
     """An answer of one of the kinds that are expected; any other is a refusal to guess."""
-    if isinstance(reply, AdminFailed):
+    if isinstance(reply, admin.AdminFailed):
         return reply.refusal
     if isinstance(reply, kinds):
         return reply
@@ -137,15 +128,17 @@ def answered(reply: AdminReply, *kinds: type[T]) -> T | Refusal:
 async def carry_out(app: KvdTui, request: NodeRequest) -> None:
     """Have the daemon do it; what changes the node only after it was rehearsed and agreed to."""
     name = name_of(request)
-    if not isinstance(request, Audit | Record):
+    if not isinstance(request, admin.Audit | admin.Record):
         if app.options.readonly:
             app.say(NOT_HERE, is_bad=True)
             return
-        would = answered(await app.link.ask(Rehearse(0, request)), Report)
+        would = answered(await app.link.ask(admin.Rehearse(0, request)), admin.Report)
         if not await app.push_screen_wait(ReportDialog(name, would, is_question=True)):
             app.say(f"{name}: not done")
             return
-    done: Report | Recorded | Refusal = answered(await app.link.ask(request), Report, Recorded)
+    done: admin.Report | admin.Recorded | Refusal = answered(
+        await app.link.ask(request), admin.Report, admin.Recorded
+    )
     app.push_screen(ReportDialog(name, done))
 
 
@@ -153,9 +146,9 @@ def start(app: KvdTui, verb: str) -> None:
     """A key that changes something: asks at once, or has the operator say how much or which."""
     match verb:
         case "flush":
-            app.order(partial(carry_out, app, Flush(0)))
+            app.order(partial(carry_out, app, admin.Flush(0)))
         case "fence":
-            app.order(partial(carry_out, app, Fence(0)))
+            app.order(partial(carry_out, app, admin.Fence(0)))
         case "evict":
             app.action_ask(":", "evict ")
         case _:
@@ -168,15 +161,20 @@ def room_of(app: KvdTui) -> str:
     row, columns = app.page.row(ref)
     names = [column.name for column in columns]
     if row is not None and "room" in names:
-        return str(row.cells[names.index("room")])
+        return str(row.cells[names.index("room")] or "").rpartition(":")[2]
     links = app.card.links if app.card.ref else ()
     found = (reference.partition(":") for reference in (ref, *links))
     return next((number for kind, _, number in found if kind == "room"), "")
 
 
 def propose(app: KvdTui, action: str) -> None:
-    """Put a command that was proposed into the bar, to be looked at first; words are shown."""
-    if action and not isinstance(commands.parse(action), SyntaxFlaw):
+    """Put a command that was proposed into the bar, to be looked at first; words are shown.
+
+    What is no command of the console is copied, to be typed on the node.
+    """
+    if action.startswith(commands.KILL):
+        app.copy(action.partition(":")[0])
+    elif commands.is_doable(action):
         app.action_ask(":", action)
     else:
         app.say(clean(action) or "nothing is proposed")
@@ -188,7 +186,7 @@ def propose(app: KvdTui, action: str) -> None:
 async def related(app: KvdTui) -> None:
     """Have the operator choose among what has to do with what is open, or under the cursor."""
     known = await _known(app)
-    chosen = await app.push_screen_wait(MenuDialog(f"{known.ref} has to do with", links_of(known)))
+    chosen = await app.push_screen_wait(MenuDialog(f"related to {known.ref}", links_of(known)))
     if chosen:
         await app.open(chosen)
 
@@ -198,7 +196,9 @@ async def events_of(app: KvdTui) -> None:
     known = await _known(app)
     room = room_of(app)
     about = about_of((known.ref, *([f"room:{room}"] if room else []), *links_of(known)))
-    if about:
+    if about and ELSEWHERE[EVENTS_OF] == app.page.NAME:
+        app.page.seek(about)  # it leaves out the others; a card would lie over them
+    elif about:
         await app.open(EVENTS_OF + about)
     else:
         app.say(f"no event names {known.ref}")
@@ -208,11 +208,11 @@ async def _known(app: KvdTui) -> CardContent:
     """What there is to know of what is open, or under the cursor."""
     ref = app.card.ref or app.page.chosen()
     asked = question(ref)
-    answer = answered(await app.link.ask(asked), Because) if asked is not None else None
+    answer = answered(await app.link.ask(asked), admin.Because) if asked is not None else None
     row, columns = app.page.row(ref)
     return CardContent(
         ref=ref,
-        answer=answer if isinstance(answer, Because) else None,
+        answer=answer if isinstance(answer, admin.Because) else None,
         row=row,
         columns=columns,
     )

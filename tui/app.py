@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
+from textual import events
 from textual._xterm_parser import XTermParser
 from textual.app import App, SystemCommand
 from textual.binding import Binding
@@ -22,25 +23,27 @@ from textual.widgets import ContentSwitcher, Footer, Tab, Tabs
 from typing_extensions import override
 
 from kvd.errors import Code, Refusal
+from kvd.text import age
 from kvd.wire.admin import Audit, Because
 from tui import actions
-from tui.model.commands import PAGES, RULES
+from tui.model.commands import PAGES, RULES, cli_command
 from tui.model.mirror import Subscription
+from tui.model.peers import ALL_PEERS, TrafficRates
+from tui.model.snapshots import differences
 from tui.screens import ALL, page_of
-from tui.themes import HIGH_CONTRAST, THEMES
+from tui.themes import HIGH_CONTRAST, THEMES, texts_of
 from tui.widgets import head as heads
 from tui.widgets.card import ELSEWHERE, Card, CardContent, question
 from tui.widgets.commandbar import CommandBar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping
+    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 
     from textual.actions import ActionParseResult
     from textual.app import ComposeResult
     from textual.binding import BindingType
     from textual.dom import DOMNode
     from textual.screen import Screen
-    from textual.timer import Timer
     from textual.worker import Worker
 
     from tui.link import Link
@@ -73,8 +76,13 @@ class Keyboard(LinuxDriver):
 
 NARROW_COLUMNS = 100
 """A terminal with fewer has no room for a card beside the page."""
-SLOWER = 1.2
-"""Frames that are so many times rarer than asked for are worth a word."""
+COMPARED_S = (60.0, 600.0)
+"""What the key compares with, one after the other; then with now, as it goes on."""
+CHARTED_S = (1.0, 8.0)
+"""Of a dot of the charts: two minutes at a glance, or the quarter of an hour that is kept."""
+AHEAD_S = 3.0
+"""So long keys about a row wait for the first rows of a page."""
+ABOUT_A_ROW = frozenset({"enter", "r", "i", "y", "A", "x", "h", "p", "up", "down", "k", "j"})
 IN_THE_LOG = frozenset({"lost", "skipped"})
 """Notices that are lines among the events; where those are many, telling each is in the way."""
 ON_SOMETHING = ("open", "related", "events_of", "copy")
@@ -90,7 +98,7 @@ class Options(msgspec.Struct, frozen=True):
     """How the console was started."""
 
     readonly: bool = False
-    fps: float = 10.0
+    fps: float = 4.0
     theme: str = THEMES[0]
     page: str = PAGES[0]
     ref: str = ""
@@ -151,11 +159,15 @@ class KvdTui(App[None], inherit_bindings=False):
         Binding("escape", "close", "close, or back along the way you came", show=False),
         Binding("ctrl+up", "scroll_card(-3)", "the card up", show=False),
         Binding("ctrl+down", "scroll_card(3)", "the card down", show=False),
-        Binding("T", "next_theme", "the next theme", show=False),
-        *(
-            Binding(str(at), f"go({page!r})", f"the page {page}", show=False)
-            for at, page in enumerate(PAGES, start=1)
+        Binding(
+            "c",
+            "compare",
+            "compare",
+            show=False,
+            tooltip="with a minute ago; again: ten; again: with now, as it goes on; again: no more",
         ),
+        Binding("t", "charts", "time", show=False, tooltip="charts of two minutes, or of fifteen"),
+        Binding("T", "next_theme", "the next theme", show=False),
         Binding("?", "help", "help", tooltip="these keys, and the commands"),
         Binding("q,ctrl+c", "quit", "quit"),
     ]
@@ -166,12 +178,24 @@ class KvdTui(App[None], inherit_bindings=False):
         connect: Callable[[Mirror, Callable[[], Subscription]], Link],
         options: Options | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         # The terminal's own colours, as then none is sent at all; else Textual sends greys.
         super().__init__(Keyboard, ansi_color=True if "NO_COLOR" in os.environ else None)
         self.mirror: Mirror = mirror
         self.options = options if options is not None else Options()
         self.clock = clock
+        self._wall = wall
+        self._wall_ahead_s = 0.0
+        """Of the daemon's clock."""
+        self.traffic = TrafficRates()
+        """With every peer, whatever page is shown."""
+        self._compared: DaemonSnapshot | None = None
+        """What the overview says the difference to; None: nothing."""
+        self._compares = 0
+        self.chart_step_s = CHARTED_S[0]
+        self._ahead: list[events.Key] = []
+        """Keys that wait for the rows of the page, and those after them."""
         first = self.options.page
         self.place = Location(first)
         """Where the operator is."""
@@ -188,7 +212,6 @@ class KvdTui(App[None], inherit_bindings=False):
         """The visible page."""
         self._switcher = ContentSwitcher(self.page, id="pages", initial=self.page.id)
         self._pages = {first: self.page}
-        self._frames_clock: Timer | None = None
         self._seen: tuple[object, ...] = ()
         self._can: tuple[object, ...] = ()
         """What decides which keys mean something, as of the last look."""
@@ -196,10 +219,17 @@ class KvdTui(App[None], inherit_bindings=False):
         self.register_theme(HIGH_CONTRAST)
         self._asked = Subscription()
         self._going = asyncio.Lock()
+        self._went_s = 0.0
+        """When the page was gone to."""
         self._sought = ""
         """What was gone to, while its row has not come."""
         self.link = connect(mirror, self.wanted)
         self.link.fps = self.options.fps
+
+    @override
+    def get_css_variables(self) -> dict[str, str]:
+        variables = super().get_css_variables()
+        return variables | texts_of(variables, self.theme)
 
     # ---- what is on the screen --------------------------------------------------------------
 
@@ -218,7 +248,7 @@ class KvdTui(App[None], inherit_bindings=False):
         self.theme = self.options.theme
         self.bench.set_focus(self.page)
         _: Worker[None] = self.run_worker(self.link.run, name="link", exit_on_error=True)
-        self.action_set_fps(self.options.fps)
+        self.set_interval(1 / self.options.fps, self.tick)
         self.set_interval(CARD_S, self.ask_again)
         if self.options.ref:
             self.call_after_refresh(self.open, self.options.ref)
@@ -254,7 +284,18 @@ class KvdTui(App[None], inherit_bindings=False):
         """
         if not self.is_running:
             return self._asked
-        return Subscription(self.page.queries(), self.page.events())
+        queries = dict.fromkeys((*self.page.queries(), ALL_PEERS))
+        return Subscription(tuple(queries), self.page.events())
+
+    def time_of_day(self, at_s: float, *, is_fine: bool = False) -> str:
+        """A moment of the daemon's clock as ours says it: ``14:32:07``, or ``14:32:07.250``."""
+        newest = self.mirror.history.newest
+        ahead_s = self._wall() - self.clock() + newest.heard_s - newest.now_s
+        if abs(ahead_s - self._wall_ahead_s) > 1.0:  # less is the way of a frame
+            self._wall_ahead_s = ahead_s
+        at_s += self._wall_ahead_s
+        clock = time.strftime("%H:%M:%S", time.localtime(at_s))
+        return f"{clock}.{int(at_s % 1 * 1000):03}" if is_fine else clock
 
     def say(self, text: str, is_bad: bool = False) -> None:  # noqa: FBT001, FBT002
         """Tell the operator in passing."""
@@ -266,7 +307,8 @@ class KvdTui(App[None], inherit_bindings=False):
         """Paint what differs from what is there."""
         if not self.is_running:
             return
-        start_s = time.perf_counter()
+        start_s = time.thread_time()  # others at work on this machine are no reason to ask rarely
+        self.traffic.take(self.mirror.history.newest.tables.get(ALL_PEERS))
         self._paint_frame()
         snapshot = self.snapshot
         seen = (self.mirror.frames, snapshot.heard_s, self.page, self.size, self.theme)
@@ -277,16 +319,20 @@ class KvdTui(App[None], inherit_bindings=False):
                 self._sought = ""
             self.hurry()
             self.call_after_refresh(self._painted, start_s)
+        if self._ahead and not (self._is_coming or self.bar.is_entering):
+            self.call_later(self._take_ahead)
+
+    def compared(self, snapshot: DaemonSnapshot) -> Sequence[str]:
+        """What is another in this picture than in what it is compared with, in words."""
+        before = self._compared
+        if before is None or before.vitals is None or snapshot.vitals is None:
+            return ()
+        ago = age(snapshot.now_s - before.now_s)
+        when = self.time_of_day(before.now_s)
+        return f"since {when}, {ago} ago:", *differences(before, snapshot)
 
     def _painted(self, start_s: float) -> None:
-        self.link.painted(time.perf_counter() - start_s)
-
-    def action_set_fps(self, fps: float) -> None:
-        """Paint so often, or as often as the daemon and the terminal can."""
-        self.link.fps = fps
-        if self._frames_clock is not None:
-            self._frames_clock.stop()
-        self._frames_clock = self.set_interval(1 / fps, self.tick)
+        self.link.painted(time.thread_time() - start_s)
 
     def hurry(self) -> None:
         """Ask soon, if something else is wanted than before."""
@@ -299,13 +345,13 @@ class KvdTui(App[None], inherit_bindings=False):
         """The lines around the page, and what has to be told."""
         width, now_s = self.size.width, self.clock()
         history = self.mirror.history
-        wanted_fps, interval_s = self.link.fps, self.link.interval_s
+        interval_s = self.link.interval_s
         now = heads.HeadStatus(
             link_state=self.mirror.link_state(now_s, interval_s),
             now_s=now_s,
-            fps=wanted_fps,
+            fps=min(self.link.fps, 1 / interval_s),
             frozen_s=history.behind_s if history.is_frozen else None,
-            slowed_to=1 / interval_s if interval_s * wanted_fps > SLOWER else 0.0,
+            clock=self.time_of_day(self.snapshot.now_s) if self.mirror.frames else "",
         )
         line = heads.head_line(self.snapshot.vitals, now, width)
         self._head.paint([line])
@@ -336,14 +382,43 @@ class KvdTui(App[None], inherit_bindings=False):
         return bool(self.card.ref or self.page.chosen())
 
     @override
+    async def on_event(self, event: events.Event) -> None:
+        """No key is lost, and each is done before the next: Textual's own go round the widgets.
+
+        What is typed before the rows are here waits for them, and what comes after it. Whoever is
+        shown has the keys: Textual takes them from what it hid a moment ago.
+        """
+        if isinstance(event, events.Key) and not event.is_forwarded and self.screen is self.bench:
+            is_early = self._is_coming and event.key in ABOUT_A_ROW
+            if self._ahead or is_early or self.bar.is_entering:
+                self._ahead.append(event)
+                return
+            if self.bench.focused is None:
+                self.bench.set_focus(self.bar.typed if self.bar.display else self.page)
+            self.bar.is_entering = self.bench.focused is self.bar.typed and event.key == "enter"
+            if self.bench.focused is self.page and await self._check_bindings(event.key):
+                return
+        await super().on_event(event)
+
+    @property
+    def _is_coming(self) -> bool:
+        """Whether the rows of the page have been asked for, and not come yet."""
+        is_late = self.clock() - self._went_s > AHEAD_S or self.bar.display
+        return not is_late and any(table.data is None for table in self.page.tables())
+
+    async def _take_ahead(self) -> None:
+        """Do what was typed ahead: that for which it waited is here."""
+        typed, self._ahead = self._ahead, []
+        for event in typed:
+            await self.on_event(event)
+
+    @override
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Whether a key means something here and now."""
         page, card = self.page, self.card
         known = {
-            "ask": parameters != ("/",) or page.table() is not None or page.CAN_FILTER,
             **dict.fromkeys(ON_SOMETHING, bool(parameters) or self.is_on_something),
             "change": not self.options.readonly,
-            **dict.fromkeys(("step", "live"), self.mirror.history.is_frozen),
             "scroll_card": bool(card.ref),
             "faults": bool(page.faults()),
         }
@@ -421,14 +496,6 @@ class KvdTui(App[None], inherit_bindings=False):
         else:
             history.freeze()
 
-    def action_live(self) -> None:
-        """Go on live."""
-        self.mirror.history.live()
-
-    def action_step(self, pictures: int) -> None:
-        """So many pictures on."""
-        self.mirror.history.step(pictures)
-
     def action_faults(self) -> None:
         """Only what is wrong, or all again."""
         wanted = self.page.faults()
@@ -439,10 +506,28 @@ class KvdTui(App[None], inherit_bindings=False):
         self.card.scroll_relative(y=lines)
 
     def action_copy(self) -> None:
-        """Copy what it is called."""
-        ref = self.card.ref or self.page.chosen()
-        self.copy_to_clipboard(ref)
-        self.say(f"copied {ref}")
+        """Copy the command that says why it is there."""
+        self.copy(cli_command(self.card.ref or self.page.chosen()))
+
+    def copy(self, text: str) -> None:
+        """To the clipboard, and say so."""
+        self.copy_to_clipboard(text)
+        self.say(f"copied: {text}")
+
+    async def action_compare(self) -> None:
+        """Say the difference to some minutes ago; then to now, as it goes on; then no more."""
+        history = self.mirror.history
+        marks = (*map(history.ago, COMPARED_S), history.newest, None)
+        self._compared = marks[self._compares]
+        self._compares = (self._compares + 1) % len(marks)
+        await self.action_go(PAGES[0])
+        self._seen = ()
+
+    def action_charts(self) -> None:
+        """Charts of minutes, or of all that is kept."""
+        at = CHARTED_S.index(self.chart_step_s) + 1
+        self.chart_step_s = CHARTED_S[at % len(CHARTED_S)]
+        self._seen = ()
 
     def action_next_theme(self) -> None:
         """Paint in other colours."""
@@ -512,19 +597,23 @@ class KvdTui(App[None], inherit_bindings=False):
         Keys and orders may go somewhere at once: one after the other, as making a page takes time.
         """
         async with self._going:
-            self.place = place
             if place.page not in self._pages:
                 self._pages[place.page] = ALL[place.page]()
                 await self._switcher.add_content(self._pages[place.page])
+            self.place, self._went_s = place, self.clock()
             self.page = self._pages[place.page]
             self._switcher.current = self.page.id
             self._tabs.active = f"tab-{place.page}"
-            self.bench.set_focus(self.page)
+            if not self.bar.display:  # what is typed ahead is typed there
+                self.bench.set_focus(self.page)
             self._sought = ""
-            if place.ref:
-                is_here = self.page.seek(place.ref)
-                if not is_here and place.ref.partition(":")[0] in self.page.REFS:
-                    self._sought = place.ref
+            kind = place.ref.partition(":")[0]
+            if not place.ref:
+                self.page.pin("")
+            elif not self.page.seek(place.ref) and kind in self.page.REFS:
+                self._sought = place.ref
+                self.page.pin(place.ref)
+            if place.ref and kind not in self.page.TOLD:
                 self.card.open(place.ref, place.crumbs())
                 self.ask_again()
             else:
@@ -566,6 +655,8 @@ class KvdTui(App[None], inherit_bindings=False):
 
     async def on_tabs_tab_activated(self, message: Tabs.TabActivated) -> None:
         """A page was clicked; the tab also follows when it is gone to in another way."""
+        if message.tab.id != self._tabs.active:
+            return  # left meanwhile: to go there would bring back the one after it, and so on
         page = (message.tab.id or "").removeprefix("tab-")
         # Said by a sign too: a terminal without colours, and a text of the screen, have no style.
         for name in PAGES:
@@ -575,12 +666,14 @@ class KvdTui(App[None], inherit_bindings=False):
 
     async def on_command_bar_entered(self, message: CommandBar.Entered) -> None:
         """A command or a filter was typed."""
+        self.bar.is_entering = False
         if message.mode == "/":
             actions.filter_by(self, message.text)
         elif message.text:
             await actions.obey(self, message.text)
         self.hurry()
         self.tick()
+        await self._take_ahead()
 
     async def on_page_open_requested(self, message: Page.OpenRequested) -> None:
         """A page would have something opened."""
@@ -593,6 +686,7 @@ class KvdTui(App[None], inherit_bindings=False):
 
     def on_windowed_table_moved(self, message: WindowedTable.Moved) -> None:
         """Keys are about the table in which something was clicked; more rows may be wanted."""
-        if message.table is not self.page.table():
+        # One of a page that was left meanwhile means nothing here.
+        if message.table in self.page.tables() and message.table is not self.page.table():
             self.page.activate(message.table)
         self.hurry()

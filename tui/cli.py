@@ -39,7 +39,7 @@ DEFAULT_SIZE = "132x40"
 @click.option(
     "--fps",
     type=click.FloatRange(MIN_FPS, MAX_FPS),
-    default=10.0,
+    default=4.0,
     show_default=True,
     help="Frames a second, if the daemon and the terminal keep up.",
 )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
@@ -225,8 +226,9 @@ class Link:
             heard_s = _now_s()
             if count == 1:
                 self._trip_s += SMOOTH * (min(heard_s - begun_s, ANSWER_S) - self._trip_s)
+            busy_s = time.thread_time()
             is_fit = self._take(raw, heard_s)
-            self._work_s += SMOOTH * (_now_s() - heard_s - self._work_s)
+            self._work_s += SMOOTH * (time.thread_time() - busy_s - self._work_s)
             if not is_fit or self._is_over(look, wanted):
                 break
         left_s = heard_s + self.interval_s - _now_s()

@@ -14,6 +14,8 @@ from textual.color import Color, ColorParseError
 from textual.theme import Theme
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from textual.app import App
 
 HIGH_CONTRAST = Theme(
@@ -96,6 +98,13 @@ class Palette:
         self.has_colour = not app.no_color
         self._made: dict[tuple[str, str], Style] = {}
         self._colours = _colours(app) if self.has_colour else {}
+        if self.has_colour and not is_terminals(app.theme):
+            grounds = grounds_of(app.theme_variables)
+            self._colours |= {
+                name: readable(colour, grounds)
+                for name, colour in self._colours.items()
+                if name not in UNREAD
+            }
 
     def style(self, name: str, under: str = "") -> Style:
         """The style of this name; ``under``: the one whose colour is the background."""
@@ -113,7 +122,9 @@ class Palette:
         if name in _BACKGROUNDS:
             colour, ground = self._colours.get("plain"), self._colours.get(_BACKGROUNDS[name])
         if name == "label" and ground is not None:
-            colour = ground.get_contrast_text(alpha=1.0)
+            colour = ink_on([ground])
+        if colour is not None and ground is not None and {name, under} & _BACKGROUNDS.keys():
+            colour = readable(colour, [ground])
         made = Style.from_color(
             colour.rich_color if colour is not None else None,
             ground.rich_color if ground is not None else None,
@@ -139,10 +150,71 @@ def _colours(app: App[None]) -> dict[str, Color]:
     found |= {f"ramp-{at}": Color.parse(text) for at, text in enumerate(ramp)}
     found |= {f"hue-{at}": Color.parse(text) for at, text in enumerate(hues)}
     accent, primary = found["key"], _colour(variables, "primary", "#0178D4")
-    found["cursor-ground"] = back.blend(primary, 0.55)
+    found["cursor-ground"] = back.blend(primary, 0.4)
     found["selected-ground"] = back.blend(primary, 0.25)
     found["lit-ground"] = back.blend(accent, 0.6)
     return found
+
+
+GROUNDS = ("background", "surface", "panel")
+"""Variables of the theme on which text stands."""
+UNREAD = frozenset({"border", "unseen", "free", "cursor-ground", "selected-ground", "lit-ground"})
+"""Lines, what is empty, and what lies under text: no text has these."""
+
+
+def is_terminals(theme: str) -> bool:
+    """Whether the terminal has the colours of a theme, and nobody knows them."""
+    return theme.startswith("ansi")
+
+
+def grounds_of(variables: dict[str, str]) -> list[Color]:
+    """What text stands on in a theme."""
+    return [_colour(variables, name, "#121212") for name in GROUNDS]
+
+
+def texts_of(variables: dict[str, str], theme: str) -> dict[str, str]:
+    """Variables for what Textual paints itself: text, keys, and what it dims."""
+    front, key = variables["foreground"], variables["accent"]
+    if is_terminals(theme):
+        return {"kvd-text": front, "kvd-key": key, "kvd-ink": front}
+    grounds = grounds_of(variables)
+    found = {"kvd-text": _colour(variables, "foreground", "#808080"), "kvd-key": Color.parse(key)}
+    inks = {"kvd-ink": ink_on(grounds).hex}
+    return {name: readable(colour, grounds).hex for name, colour in found.items()} | inks
+
+
+LEAST_CONTRAST = 4.5
+"""Of text: what WCAG asks for."""
+INKS = (Color(0, 0, 0), Color(255, 255, 255))
+
+
+def contrast(one: Color, other: Color) -> float:
+    """From 1 to 21, as WCAG has it."""
+    darker, lighter = sorted((_luminance(one), _luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def _luminance(colour: Color) -> float:
+    parts = [part / 255 for part in colour.rgb]
+    red, green, blue = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def ink_on(grounds: Sequence[Color]) -> Color:
+    """Black or white, whichever stands out more."""
+    return max(INKS, key=lambda ink: min(contrast(ink, ground) for ground in grounds))
+
+
+def readable(colour: Color, grounds: Sequence[Color]) -> Color:
+    """The colour, as much lighter or darker as it takes to be read on all of these."""
+    ink = ink_on(grounds)
+    for step in range(20):
+        made = colour.blend(ink, step / 20)
+        if min(contrast(made, ground) for ground in grounds) >= LEAST_CONTRAST:
+            return made
+    return ink
 
 
 def _colour(variables: dict[str, str], name: str, otherwise: str) -> Color:

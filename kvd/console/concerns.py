@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.console.holders import amount
 from kvd.console.view import View
 from kvd.core.audit.rules import INVARIANTS
 from kvd.core.cache.lease import ENGINE
@@ -23,7 +24,7 @@ from kvd.core.handoff.parts import ReceivePart
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.inspect.rows import client_rows, waiting_rows
 from kvd.core.inspect.schema import StateField, session_name
-from kvd.core.inspect.words import asked_word, epochs_words, why_waits
+from kvd.core.inspect.words import asked_word, epochs_words
 from kvd.core.peers.peer import Agent, Life
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.parts import SendPart
     from kvd.core.inspect.rows import WaitingRow
     from kvd.core.inspect.view import NodeView
+    from kvd.core.leases.admission import Waiter
     from kvd.core.peers.peer import Peer
     from kvd.wire.console import Query
     from kvd.wire.snapshot import AuditState
@@ -73,21 +75,16 @@ def first_seen(context: Context, kind: str, apart: str = "") -> float:
     return context.since.of(f"concern:{kind}:{apart}", context.now_s)
 
 
-def kept_by(context: Context, budget: str) -> str:
-    """Who keeps the most pages of a component, for the evidence."""
+def held_by(context: Context, budget: str) -> str:
+    """Who holds the most pages of a component, living or not, for the evidence."""
     found = context.biggest.of(context.node, context.now_s, budget)
-    return "; ".join(f"{holder.ref} of {holder.who}" for holder in found) or "nobody"
+    return "; ".join([holder.who + (f" ({holder.state})" * bool(holder.state)) for holder in found])
 
 
 def open_biggest(context: Context, budget: str) -> str:
-    """What to open of a component that is short: who keeps the most of it."""
+    """What to open of a component that is short: who holds the most of it."""
     found = context.biggest.of(context.node, context.now_s, budget)
     return f"open {found[0].ref}" if found else f"open pool:{budget}"
-
-
-def amount(number: int, what: str) -> str:
-    """``1 page``, ``2 pages``."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def pages_of(leases: Collection[LeaseRecord]) -> str:
@@ -99,6 +96,8 @@ def pages_of(leases: Collection[LeaseRecord]) -> str:
 WAITS_S = 1.0
 LATE = 0.2
 """The last fifth of the time that a request has."""
+SHORT = 0.05
+"""A component that can give no more of its pages than this is about to make requests wait."""
 QUARANTINE_S = 2.0
 LONG_QUARANTINE_S = 5.0
 OLD_S = 60.0
@@ -131,47 +130,80 @@ def violations(context: Context) -> Iterator[Concern]:
         )
 
 
-def waiting(context: Context) -> Iterator[Concern]:
-    """The queue, once for each component that is short and each peer that is waited for.
+def short_pools(context: Context) -> Iterator[Concern]:
+    """Components that can give nearly nothing, or that requests wait for: with who has them."""
+    budgets = context.node.leases.budgets
+    waiting: dict[str, list[WaitingRow]] = {name: [] for name in budgets.names}
+    behind = 0
+    for row in waiting_rows(context.node):
+        if row.lacks_pages:
+            waiting.setdefault(row.waiter.budget, []).append(row)
+        else:
+            behind += not row.is_blocked
+    for name, total in zip(budgets.names, budgets.capacity(), strict=True):
+        rows, headroom = waiting[name], budgets.headroom(name)
+        # One waiter may go and the next one come: what counts is that there always is one.
+        if rows and context.now_s - first_seen(context, "waits", name) <= WAITS_S:
+            rows = []
+        if not rows and headroom > SHORT * total:
+            continue
+        waits, is_late = "", False
+        if rows:
+            oldest = min(rows, key=lambda row: row.waiter.since_s).waiter
+            verb = "requests wait" if len(rows) > 1 else "request waits"
+            behind_it = f" and {behind} behind" if behind else ""
+            who = f"{_asked(context, oldest)} needs {oldest.needed_pages}"
+            waits = f", {len(rows)} {verb}{behind_it}: {who}"
+            is_late = any(_is_late(context, row) for row in rows)
+        holders = held_by(context, name)
+        yield Concern(
+            severity=HIGH if is_late else MEDIUM if rows or not headroom else LOW,
+            kind="pool-short",
+            subject=f"pool:{name}",
+            evidence=f"{name} can give {headroom} of {total} pages{waits}; "
+            f"most is held by {holders or 'nobody'}",
+            since_s=first_seen(context, "pool-short", name),
+            rule=f"a component can give {SHORT:.0%} of its pages: free, or cached and not in use; "
+            "kvd takes none from a living engine",
+            action=open_biggest(context, name),
+        )
 
-    Whoever waits for its turn only waits for those.
-    """
+
+def waiting(context: Context) -> Iterator[Concern]:
+    """The queue, once for each peer that is waited for; pages are told with their component."""
     if not len(context.node.admission):
         return
     groups: dict[str, list[WaitingRow]] = {}
     for row in waiting_rows(context.node):
-        if context.now_s - row.waiter.since_s <= WAITS_S:
-            continue
-        if row.lacks_pages:
-            groups.setdefault(row.waiter.budget, []).append(row)
-        elif (blocked := row.waiter.blocked()) is not None:
+        blocked = row.waiter.blocked()
+        if context.now_s - row.waiter.since_s > WAITS_S and blocked is not None:
             groups.setdefault(blocked, []).append(row)
-    for group in groups.values():
-        yield _waiting(context, min(group, key=lambda row: row.waiter.since_s), len(group))
+    for blocked, group in groups.items():
+        oldest = min(group, key=lambda row: row.waiter.since_s)
+        waiter = oldest.waiter
+        client = f"client:{waiter.claim.session}"
+        others = f", and {len(group) - 1} more" if len(group) > 1 else ""
+        yield Concern(
+            severity=HIGH if _is_late(context, oldest) else MEDIUM,
+            kind="waiting",
+            subject=f"receive:{oldest.receive}" if oldest.receive else client,
+            evidence=f"{_asked(context, waiter)} {blocked}{others}",
+            since_s=waiter.since_s,
+            rule=f"a request is served within {WAITS_S:g} s",
+            action=f"open {client}",
+        )
 
 
-def _waiting(context: Context, oldest: WaitingRow, n_waiting: int) -> Concern:
-    waiter = oldest.waiter
+def _is_late(context: Context, row: WaitingRow) -> bool:
+    waiter = row.waiter
+    return waiter.deadline_s - context.now_s < LATE * (waiter.deadline_s - waiter.since_s)
+
+
+def _asked(context: Context, waiter: Waiter) -> str:
+    """``receive of engine for room 7``."""
     claim = waiter.claim
-    has_s = waiter.deadline_s - waiter.since_s
-    is_late = waiter.deadline_s - context.now_s < LATE * has_s
     who = session_name(context.node, claim.session)
-    what = f"{asked_word(waiter)} of {who}{f' for room {claim.room}' if claim.room else ''}"
-    others = f", and {n_waiting - 1} more" if n_waiting > 1 else ""
-    why = why_waits(context.node.admission, waiter, oldest.ahead)
-    action, by = f"open client:{claim.session}", ""
-    if oldest.lacks_pages:
-        by = f"; most is kept by {kept_by(context, waiter.budget)}"
-        action = open_biggest(context, waiter.budget)
-    return Concern(
-        severity=HIGH if is_late else MEDIUM,
-        kind="waiting",
-        subject=f"receive:{oldest.receive}" if oldest.receive else f"client:{claim.session}",
-        evidence=f"{what} {why}{others}{by}",
-        since_s=waiter.since_s,
-        rule=f"a request has its pages within {WAITS_S:g} s",
-        action=action,
-    )
+    return f"{asked_word(waiter)} of {who}{f' for room {claim.room}' if claim.room else ''}"
 
 
 def quarantines(context: Context) -> Iterator[Concern]:
@@ -208,18 +240,21 @@ def old_leases(context: Context) -> Iterator[Concern]:
     """Leases that a living engine holds and has not touched for long, once for each engine."""
     now_s, node = context.now_s, context.node
     groups: dict[int, list[LeaseRecord]] = {}
+    kept: set[int] | None = None
     for lease in node.leases.leases.values():  # in the order in which they were opened
         if now_s - lease.since_s <= OLD_S:
             break
         untouched_s = now_s - lease.touched_s
         if untouched_s <= OLD_S or lease.state is not LeaseStage.RUNNING:
             continue
-        if (lease.cache or untouched_s > OLD_UNCACHED_S) and lease.holders == {ENGINE}:
-            groups.setdefault(lease.session, []).append(lease)
+        if (lease.cache or untouched_s > OLD_UNCACHED_S) and ENGINE in lease.holders:
+            kept = _kept_leases(node) if kept is None else kept
+            if lease.id not in kept and lease.holders == {ENGINE}:
+                groups.setdefault(lease.session, []).append(lease)
     for session, group in groups.items():
         client = node.sessions.by_id.get(session)
-        if client is None:
-            continue
+        if client is None or not all(map(context.engines.is_alive, client.pids)):
+            continue  # told of the dead one
         first = min(group, key=lambda lease: lease.touched_s)
         ref = f"lease:{first.id}" if len(group) == 1 else f"client:{session}"
         yield Concern(
@@ -233,6 +268,16 @@ def old_leases(context: Context) -> Iterator[Concern]:
             "for its user may mean it, one that has forgotten it leaks",
             action=f"open lease:{first.id}",
         )
+
+
+def _kept_leases(node: NodeView) -> set[int]:
+    """Of rooms that are kept on purpose: their engines hold them for whoever receives them."""
+    parts = node.prefiller.rooms.by_room.values()
+    return {
+        part.engine.lease.id
+        for part in parts
+        if part.keeping is not None and part.engine is not None
+    }
 
 
 def lingering(context: Context) -> Iterator[Concern]:
@@ -276,14 +321,16 @@ def gone_clients(context: Context) -> Iterator[Concern]:
         by = f"pid {living[0]}" if living else "a process that inherited it"
         ref = f"client:{session.id}"
         yield Concern(
-            severity=MEDIUM if living else HIGH,
+            severity=HIGH if context.node.admission.queue else MEDIUM,
             kind="client-gone",
             subject=ref,
             evidence=f"pid {gone[0]} of {session.name} is gone, its connection is kept open by "
             f"{by}: {pages_of(has.leases)}, {amount(has.receives + has.sends, 'handoff')}",
             since_s=first_seen(context, "client-gone", ref),
             rule="what a dead engine held is released when its last process hangs up",
-            action=f"stop {by}: what the session holds is released at once",
+            action=f"kill {living[0]}: what the session holds is released at once"
+            if living
+            else "stop the process that inherited it (ss -xp names it): all is released at once",
         )
 
 
@@ -324,24 +371,7 @@ def hung_up_clients(context: Context) -> Iterator[Concern]:
             f"{pages_of(leases)} stay held",
             since_s=session.hang_up.since_s,
             rule="a process that lives may write its pages, so they come back when it ends",
-            action=f"stop pid {pids}: what the session holds is released within 1 s",
-        )
-
-
-def full_pools(context: Context) -> Iterator[Concern]:
-    """Components of which not a page can be had: none is free, none can be evicted."""
-    budgets = context.node.leases.budgets
-    for name in budgets.names:
-        if budgets.headroom(name):
-            continue
-        yield Concern(
-            severity=MEDIUM,
-            kind="pool-full",
-            subject=f"pool:{name}",
-            evidence=f"{name}: {budgets.told(name)}; most is kept by {kept_by(context, name)}",
-            since_s=first_seen(context, "pool-full", f"pool:{name}"),
-            rule="a page of each component can be had: it is free, or cached and not in use",
-            action=open_biggest(context, name),
+            action=f"kill {pids}: what the session holds is released within 1 s",
         )
 
 
@@ -365,6 +395,8 @@ def handoffs(context: Context) -> Iterator[Concern]:
         if receive.state in _RECEIVING:
             yield from _handoff(context, receive, receive.moved_bytes, may_be_late=True)
     for send in prefiller.known():
+        if send.keeping is not None:
+            continue  # it waits on purpose, and ends by itself; who receives it has a part
         done_bytes = prefiller.posts.live_bytes(send)
         yield from _handoff(context, send, done_bytes, may_be_late=send.state in _SENDING)
 
@@ -399,11 +431,14 @@ def peers(context: Context) -> Iterator[Concern]:
         if peer.life is not Life.UP:
             kind, grave = ("peer-lost", HIGH) if peer.life is Life.LOST else ("peer-silent", MEDIUM)
             why = known.trouble(peer.name)
+            parts = [*context.node.decoder.parts.values(), *context.node.prefiller.known()]
+            stand = sum([part.peer == peer.name for part in parts])
+            hurt = f"; {amount(stand, 'handoff')} with it under way" if stand else ""
             yield Concern(
                 severity=grave,
                 kind=kind,
                 subject=ref,
-                evidence=f"{peer.name} is {peer.life.value}{f': {why}' if why else ''}",
+                evidence=f"{peer.name} is {peer.life.value}{f': {why}' if why else ''}{hurt}",
                 since_s=peer.heard_s,
                 rule=f"a peer is heard every {context.node.settings.heartbeat_s:g} s",
                 action=f"look whether kvd runs on {peer.name}, and at the network between the two",
@@ -696,14 +731,14 @@ AUDIT: View[AuditState] = View(
 _LOOKS = (
     violations,
     transfer,
+    short_pools,
     peers,
     handoffs,
     waiting,
-    quarantines,
     gone_clients,
-    awaited_clients,
     hung_up_clients,
-    full_pools,
+    quarantines,
+    awaited_clients,
     lingering,
     old_leases,
     draining,
@@ -711,6 +746,7 @@ _LOOKS = (
     recorder,
     loop,
 )
+"""In the order of whom they hurt: everybody, many, one, nobody yet."""
 
 
 class Worry(msgspec.Struct, frozen=True):
@@ -721,12 +757,16 @@ class Worry(msgspec.Struct, frozen=True):
 
 
 def concerns(context: Context) -> list[Concern]:
-    """All there are: the gravest first, of those the oldest."""
+    """All there are: the gravest first, of those what hurts most, of one kind the oldest."""
     context.progress.look(context.node, context.now_s)
-    found = [concern for look in _LOOKS for concern in look(context)]
+    found = [
+        concern
+        for look in _LOOKS
+        for concern in sorted(look(context), key=lambda concern: concern.since_s)
+    ]
     # Only now: what no look asked for since the last time is over, and begins anew if it returns.
     context.since.end_look()
-    found.sort(key=lambda concern: (GRAVEST.index(concern.severity), concern.since_s))
+    found.sort(key=lambda concern: GRAVEST.index(concern.severity))
     return found
 
 

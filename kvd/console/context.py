@@ -36,5 +36,5 @@ class Context:
         self.lag_s = 0.0
         """How late the loop's timer was, at worst lately."""
         self.progress = LastMoved()
-        self.biggest = Biggest()
+        self.biggest = Biggest(engines.is_alive)
         self.since = Since()

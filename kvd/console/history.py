@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvd.console.holders import kept_holder
+from kvd.console.holders import biggest_owners
 from kvd.wire import events
-from kvd.wire.admin import Because, Mark
+from kvd.wire.admin import AdminFailed, Because, Mark, Why
 from kvd.wire.console import Latency, Sources
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.handoff.parts import SendPart
     from kvd.core.inspect.view import NodeView
+    from kvd.wire.admin import AdminReply
     from kvd.wire.console import Holder
     from kvd.wire.events import Event, HandoffEnded, MessageRefused
 
@@ -93,17 +94,17 @@ def _first_seen(send: SendPart, n_bytes: int, last_s: float, now_s: float) -> fl
 
 
 class Biggest:
-    """The leases that keep the most pages of each component, ranked now and then."""
+    """Who holds the most pages of each component, ranked now and then."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_alive: Callable[[int], bool]) -> None:
+        self._is_alive = is_alive
         self._found: dict[str, tuple[float, tuple[Holder, ...]]] = {}
 
     def of(self, node: NodeView, now_s: float, budget: str) -> tuple[Holder, ...]:
         """As of ``RANK_EVERY_S`` ago at most."""
         at_s, holders = self._found.get(budget, (float("-inf"), ()))
         if now_s - at_s >= RANK_EVERY_S:
-            ranked = node.owners.biggest(budget)
-            holders = tuple(kept_holder(node, lease) for lease in ranked)
+            holders = tuple(biggest_owners(node, budget, self._is_alive))
             self._found[budget] = now_s, holders
         return holders
 
@@ -131,6 +132,11 @@ class Since:
 WINDOW_S = 60.0
 MAX_ENDED = 4096
 MAX_PEERS = 256
+MAX_FAILED = 200
+MAX_STORIES = 4096
+"""Parts whose transitions are remembered while they are under way."""
+MAX_MOVES = 32
+"""Of one part."""
 MAX_REFUSED = 64
 """Refused messages that are remembered: enough to tell a flood from a mistake."""
 RECEIVE = "receive from "
@@ -140,6 +146,42 @@ TIERS = ("demotion to ", "promotion from ")
 GIVEN_UP = frozenset({"aborted", "cancelled", "client-gone"})
 """Codes of handoffs that somebody did not want any more: their tokens are not lost."""
 DELIVERED = frozenset({"delivered", "committed"})
+ENDING = frozenset({"ready", "settled"})
+"""States of parts whose end was told, or is about to be."""
+
+
+class Failure(NamedTuple):
+    """A handoff that was not delivered, and its transitions."""
+
+    end: HandoffEnded
+    moves: list[events.Moved]
+
+    def told(self, call: int, now_s: float) -> Because:
+        """What is said of it to who asks."""
+        end = self.end
+        way = f"from {end.peer}" if end.side == "decode" else f"to {end.peer or 'nobody'}"
+        why = f"{end.code}: {end.reason}" if end.code else end.outcome
+        marks = [Mark(now_s - end.at_s + end.took_s, "asked for")]
+        for move in self.moves:
+            words = f"{move.trigger}: {move.why}" if move.why else move.trigger
+            what = f"{move.before} -> {move.after} ({words})"
+            marks.append(Mark(now_s - move.at_s, what))
+        return Because(
+            call=call,
+            sentence=f"{part_ref(end)} of room {end.room} {way} failed "
+            f"{now_s - end.at_s:.1f} s ago, after {end.took_s:.3f} s: {why}",
+            facts=(
+                f"{end.moved_bytes} bytes had moved",
+                f"prompt {end.prompt_tokens} tokens, {end.decode_prefix_len} cached before",
+            ),
+            links=(f"room:{end.room}", *([f"peer:{end.peer}"] if end.peer else [])),
+            marks=tuple(sorted(marks, key=lambda mark: -mark.ago_s)),
+        )
+
+
+def part_ref(end: HandoffEnded) -> str:
+    """What to open for a part that has ended."""
+    return f"{'receive' if end.side == 'decode' else 'send'}:{end.part}"
 
 
 class PeerTraffic:
@@ -157,6 +199,9 @@ class Recent:
     def __init__(self) -> None:
         self.ended: deque[HandoffEnded] = deque(maxlen=MAX_ENDED)
         """Handoffs by their end, the newest last."""
+        self.failed: deque[Failure] = deque(maxlen=MAX_FAILED)
+        """Those that were not delivered, however long ago; the newest last."""
+        self._stories: dict[tuple[str, int], list[events.Moved]] = {}
         self.by_peer: dict[str, PeerTraffic] = {}
         self.cached = self.received = self.restored = 0
         self.new = self.evicted = self.lost = self.unaligned = 0
@@ -167,6 +212,7 @@ class Recent:
         """The newest last."""
         self._takers: dict[type, Callable[..., None]] = {
             events.HandoffEnded: self._handoff_ended,
+            events.Moved: self._moved,
             events.LeaseOpened: self._lease_opened,
             events.LeaseResumed: self._resumed,
             events.Quarantined: self._lease_quarantined,
@@ -217,9 +263,32 @@ class Recent:
         """With one peer; a stranger's is nothing."""
         return self.by_peer.get(peer) or PeerTraffic()
 
+    def failure(self, kind: str, number: int) -> Failure | None:
+        """The last one of that room, receive or send."""
+        ref = f"{kind}:{number}"
+        for failure in reversed(self.failed):
+            if ref in {f"room:{failure.end.room}", part_ref(failure.end)}:
+                return failure
+        return None
+
+    def _moved(self, event: events.Moved) -> None:
+        stories, part = self._stories, (event.side, event.part)
+        story = stories.get(part)
+        if story is None:
+            if event.before in ENDING:
+                return
+            if len(stories) >= MAX_STORIES:
+                del stories[next(iter(stories))]
+            story = stories[part] = []
+        if len(story) < MAX_MOVES:
+            story.append(event)
+
     def _handoff_ended(self, event: HandoffEnded) -> None:
         self.ended.append(event)
         is_delivered = event.outcome in DELIVERED
+        story = self._stories.pop((event.side, event.part), [])
+        if not is_delivered:
+            self.failed.append(Failure(event, story))
         is_receive = event.side == "decode"
         # Without a lease it was never admitted, and no LeaseOpened has counted its prompt.
         if is_receive and event.lease:
@@ -270,6 +339,28 @@ class LockChange(NamedTuple):
     at_s: float
     by: int
     what: str
+
+
+def recalled(
+    asked: Why,
+    reply: AdminReply,
+    node: NodeView,
+    recent: Recent,
+    happened: Callable[[], Sequence[Event]],
+    now_s: float,
+) -> AdminReply:
+    """The core's answer with what only those know who remember.
+
+    How a node came to its locks, which is in the ring of events, and a handoff that has failed.
+    """
+    match asked, reply:
+        case Why(kind="node", id=number), Because():
+            return with_lock_history(reply, node, number, happened(), now_s)
+        case Why(kind="room" | "receive" | "send"), AdminFailed():
+            failure = recent.failure(asked.kind, asked.id)
+            return reply if failure is None else failure.told(asked.call, now_s)
+        case _:
+            return reply
 
 
 def with_lock_history(

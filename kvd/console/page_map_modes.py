@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     Values = npt.NDArray[np.uint8]
 
 
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 OWNERS_NAMED = 12
 """Sessions with a level of their own, those with the most pages."""
 
@@ -70,13 +71,27 @@ def owner(plane: PageOwners, node: NodeView, _: float) -> MapValues:
     biggest = np.argsort(-pages, kind="stable")
     named = sorted(int(sessions[at]) for at in biggest[:OWNERS_NAMED] if pages[at])
     words = [_FREE, ("c", "cache"), ("o", "others")]
-    words += [(chr(ord("A") + k), owner_of(node, session)[0]) for k, session in enumerate(named)]
+    letters = _letters(named)
+    words += [(letters[session], owner_of(node, session)[0]) for session in named]
     value_of = np.full(sessions.size, 2)
     for k, session in enumerate(named):
         value_of[sessions == session] = 3 + k
     values = np.ones(things.session.size, np.intp)
     values[owned] = value_of[place]
     return _shown(plane, _apart(things.what, values, len(words)), (*words, _NOBODY))
+
+
+def _letters(sessions: Sequence[int]) -> dict[int, str]:
+    """A letter each, by its number: the same whoever else comes and goes, where that can be."""
+    given: dict[int, str] = {}
+    for session in sessions:
+        letter = next(
+            letter
+            for step in range(len(LETTERS))
+            if (letter := LETTERS[(session - 1 + step) % len(LETTERS)]) not in given.values()
+        )
+        given[session] = letter
+    return given
 
 
 def age(plane: PageOwners, _: NodeView, at_s: float) -> MapValues:

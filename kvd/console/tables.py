@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from kvd.console.history import DELIVERED
+from kvd.console.history import DELIVERED, WINDOW_S
 from kvd.console.view import View
 from kvd.core.cache.lease_record import LeaseRecord
+from kvd.core.handoff.parts import SendPart
 from kvd.core.inspect.rows import (
     ClientRow,
     HandoffRow,
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from kvd.wire.console import Query
     from kvd.wire.events import HandoffEnded
 
-SHOWN_S = 3.0
-"""So long a handoff that has ended is still shown."""
+MAX_DELIVERED = 200
+"""Handoffs of the last minute that went well."""
 
 
 class Leases(View[LeaseRecord]):
@@ -73,39 +74,43 @@ CLIENTS: View[ClientRow] = View(
 
 
 def _rooms(context: Context, _: Query) -> Iterator[HandoffRow]:
-    """Every part that has not ended, both sides, the oldest first; then what has ended lately.
+    """What is under way of both sides, what has failed, then what went well, for who wants that.
 
-    A delivered one is a lease like others. Under load most have been delivered: those come last,
-    the latest first, so that what is under way and what has failed is at the top.
+    The oldest first of what is under way, as it may be stuck, and what is kept on purpose behind
+    it; of what is over the latest first. A delivered one is a lease like others.
     """
     context.progress.look(context.node, context.now_s)
     node = context.node
     alive = [receive_row(node.leases, part) for part in node.decoder.parts.values()]
     alive += [send_row(node.leases, part) for part in node.prefiller.known()]
-    for row in sorted(alive, key=lambda row: row.since_s):
+    for row in alive:
         row.moved_s = context.progress.moved_s(row.side, row.part)
-        yield row
+        if isinstance(row.record, SendPart) and (keeping := row.record.keeping) is not None:
+            limit = f"of {keeping.limit}" if keeping.limit else "of any"
+            row.state, row.moved_s = f"kept {keeping.takers} {limit}", None
+    yield from sorted(alive, key=lambda row: (row.state.startswith("kept "), row.since_s))
     shown = {row.ref for row in alive}
-    over = []
+    failed = [_ended_row(failure.end, "failed") for failure in reversed(context.recent.failed)]
+    yield from [row for row in failed if row.ref not in shown]
+    delivered = 0
     for end in reversed(context.recent.ended):
-        if context.now_s - end.at_s > SHOWN_S:
+        if context.now_s - end.at_s > WINDOW_S or delivered == MAX_DELIVERED:
             break
-        row = _ended_row(end)
-        if row.ref not in shown:
-            shown.add(row.ref)
-            over.append(row)
-    yield from sorted(over, key=lambda row: row.state == "delivered")
+        if end.outcome in DELIVERED:
+            delivered += 1
+            row = _ended_row(end, "delivered")
+            if row.ref not in shown:
+                yield row
 
 
-def _ended_row(end: HandoffEnded) -> HandoffRow:
-    is_delivered = end.outcome in DELIVERED
+def _ended_row(end: HandoffEnded, state: str) -> HandoffRow:
     return HandoffRow(
         record=end,
         side=end.side,
         part=end.part,
-        state="delivered" if is_delivered else "failed",
+        state=state,
         decode_prefix_len=end.decode_prefix_len,
-        total_bytes=end.moved_bytes if is_delivered else None,
+        total_bytes=end.moved_bytes if state == "delivered" else None,
         since_s=end.at_s - end.took_s,
         ended_s=end.at_s,
     )

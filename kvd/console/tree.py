@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from typing_extensions import override
@@ -22,6 +22,7 @@ from kvd.core.cache.eviction import peek
 from kvd.core.cache.namespaces import NO_NAMESPACE, told
 from kvd.core.inspect.schema import StateField
 from kvd.core.inspect.why import beside
+from kvd.filters import rank
 from kvd.types import ID_BYTES, count
 from kvd.wire.page_address import in_words
 
@@ -147,6 +148,7 @@ def _table(
     objects: Callable[[Context, Query], Iterator[TreeRow | None]],
     *,
     sort: str = "",
+    sorts_itself: bool = False,
     helps: Mapping[str, str] = MappingProxyType({}),
 ) -> NodeTable:
     """A table of nodes with these of all ``FIELDS``, some of which mean something else in it."""
@@ -156,7 +158,12 @@ def _table(
         for field in found
     ]
     return NodeTable(
-        name, fields, objects=objects, key=lambda row: f"node:{row.node.id}", sort=sort
+        name,
+        fields,
+        objects=objects,
+        key=lambda row: f"node:{row.node.id}",
+        sort=sort,
+        sorts_itself=sorts_itself,
     )
 
 
@@ -240,7 +247,7 @@ FIELDS = {field.column: field for field in _ALL}
 
 
 def _opened(context: Context, query: Query) -> Iterator[TreeRow | None]:
-    """Roots, and the children of opened nodes, each behind its parent."""
+    """Roots, and the children of opened nodes, each behind its parent, however they are sorted."""
     survey = context.surveyor.ask(context.now_s)
     yield None
     crossings = Crossings(context)
@@ -248,18 +255,40 @@ def _opened(context: Context, query: Query) -> Iterator[TreeRow | None]:
     opened = set(query.opened)
     roots = context.node.leases.tree.roots.values()
     used = [root for root in roots if root.children or locks_of(root)]
-    shown = yield from _smallest_first(used, survey)
-    stack = [(root, 0) for root in shown]
+    rows = [TreeRow(root, crossings, survey) for root in used]
+    stack = yield from _last_first(context, rows, query.sort)
     n_shown = 0
     while stack:
-        node, depth = stack.pop()
-        yield TreeRow(node, crossings, survey, depth)
+        row = stack.pop()
+        yield row
         n_shown += 1
         if n_shown % SHOWN_AT_ONCE == 0:
             yield None
-        if node.id in opened:
-            below = yield from _smallest_first(node.children.values(), survey)
-            stack += [(child, depth + 1) for child in below]
+        if row.node.id in opened:
+            children = row.node.children.values()
+            below = [TreeRow(child, crossings, survey, row.depth + 1) for child in children]
+            stack += yield from _last_first(context, below, query.sort)
+
+
+def _last_first(
+    context: Context, siblings: list[TreeRow], sort: str
+) -> Generator[None, None, list[TreeRow]]:
+    """Siblings in the order that is asked for, turned round; their own is by size."""
+    by_node = {row.node: row for row in siblings}
+    survey = siblings[0].survey if siblings else None
+    shown = yield from _smallest_first(by_node, survey)
+    rows = [by_node[node] for node in shown]
+    if not sort:
+        return rows
+    get, ranks = FIELDS[sort.removeprefix("-")].get, list[str | float | None]()
+    for start in range(0, len(rows), SHOWN_AT_ONCE):
+        ranks += [rank(get(context.node, row)) for row in rows[start : start + SHOWN_AT_ONCE]]
+        yield
+    known = [at for at, value in enumerate(ranks) if value is not None]
+    by_rank: Callable[[int], Any] = ranks.__getitem__  # texts or numbers, never both
+    known.sort(key=by_rank, reverse=not sort.startswith("-"))
+    return [*(row for row, value in zip(rows, ranks, strict=True) if value is None),
+            *(rows[at] for at in known)]  # fmt: skip
 
 
 def _smallest_first(
@@ -290,6 +319,7 @@ TREE = _table(
     "tree",
     "depth name tokens pages below_pages children hits last_use lock_ref holders beside",
     _opened,
+    sorts_itself=True,
 )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
-from kvd.filters import WORD_KINDS, cell_passes, rank, texts_of
+from kvd.filters import KEY, WORD_KINDS, cell_passes, rank, texts_of
 from kvd.wire.console import Column, Filter, Query, TableRow
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class View(Generic[T]):
         objects: Callable[[Context, Query], Iterable[T | None]],
         key: Callable[[T], str],
         sort: str = "",
+        sorts_itself: bool = False,
     ) -> None:
         self.name = name
         self.fields = tuple(fields)
@@ -72,6 +73,8 @@ class View(Generic[T]):
         self._objects = objects
         self._key = key
         self._sort = sort
+        self._sorts_itself = sorts_itself
+        """Whether ``objects`` come in the order that is asked for."""
 
     def is_there(self, context: Context, item: T) -> bool:
         """Whether one that was found in an earlier step can still be read; others override it."""
@@ -89,7 +92,7 @@ class View(Generic[T]):
                 yield
             else:
                 everything.append(item)
-        sort = query.sort or self._sort
+        sort = "" if self._sorts_itself else query.sort or self._sort
         passing, ranks = everything, None
         if query.filters or sort:
             passing, ranks = yield from self._passing(context, query, sort, everything)
@@ -111,7 +114,8 @@ class View(Generic[T]):
 
     def _unknown(self, query: Query) -> str:
         asked = [query.sort.removeprefix("-"), *[condition.column for condition in query.filters]]
-        return next((name for name in asked if name and name not in self._by_name), "")
+        known = {*self._by_name, KEY, ""}
+        return next((name for name in asked if name not in known), "")
 
     def _passing(
         self, context: Context, query: Query, sort: str, everything: list[T]
@@ -139,6 +143,8 @@ class View(Generic[T]):
         return [*tests, self._test_any(context, of_any)] if of_any else tests
 
     def _test(self, context: Context, condition: Filter) -> Callable[[T], bool]:
+        if condition.column == KEY:
+            return lambda item: cell_passes(condition, self._key(item), "ref", context.now_s)
         field = self._by_name[condition.column]
         get, unit, node = field.get, field.unit, context.node
         return lambda item: cell_passes(condition, get(node, item), unit, context.now_s)

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from kvd import __version__
-from kvd.console.history import with_lock_history
 from kvd.core.inputs import FromOperator, Unreadable
 from kvd.core.replay.freeze import TooManyObjects, state_hash
 from kvd.errors import Code, Refusal
@@ -42,7 +41,7 @@ PAGE_EVENTS = 1000
 class AdminPort(ListenerOwner):
     """Requests of all operators on one listener. An operator is a connection, by its number.
 
-    ``look`` is ``Consoles.look``, ``reload`` is ``Reloader.reload``.
+    ``look`` and ``recall`` are those of ``Consoles``, ``reload`` is ``Reloader.reload``.
     """
 
     def __init__(
@@ -52,12 +51,14 @@ class AdminPort(ListenerOwner):
         recording: FlightRecorder,
         look: Callable[[bytes, admin.Look], Looked],
         reload: Callable[[int], admin.Reloaded],
+        recall: Callable[[admin.Why, admin.AdminReply], admin.AdminReply],
     ) -> None:
         self._reactor = reactor
         self._bus = bus
         self._recording = recording
         self._look = look
         self._reload = reload
+        self._recall = recall
         self._asked: admin.AdminRequest | None = None
         """What the core is answering now."""
         self._came = 0
@@ -79,17 +80,10 @@ class AdminPort(ListenerOwner):
         del self._at[self._operator_of.pop(connection)]
 
     def report(self, effect: effects.AnswerOperator) -> None:
-        """Carry out ``AnswerOperator``; a node's lock history is in the ring, not in the core."""
-        message = effect.message
-        match self._asked:
-            case admin.Why(kind="node", id=number) if isinstance(message, admin.Because):
-                _, happened = self._bus.after(0)
-                reactor = self._reactor
-                message = with_lock_history(
-                    message, reactor.node, number, happened, reactor.clock()
-                )
-            case _:
-                pass
+        """Carry out ``AnswerOperator``; what is over is remembered by others than the core."""
+        message, asked = effect.message, self._asked
+        if isinstance(asked, admin.Why):
+            message = self._recall(asked, message)
         self._send(effect.operator, message)
 
     @override

@@ -245,7 +245,12 @@ class Daemon:
         budget = self.config.console.budget
         self.consoles = Consoles(self.node, self.bus, budget, self.clients.calls, self._clock)
         self.admins = AdminPort(
-            self.reactor, self.bus, self.recording, self._look, self.reloader.reload
+            self.reactor,
+            self.bus,
+            self.recording,
+            self._look,
+            self.reloader.reload,
+            self.consoles.recall,
         )
         bounds = structs.replace(bounds_of(self.config, share=16), backlog_messages=BACKLOG_FRAMES)
         self.admins.start(self._listeners.listen(self.config.sockets.admin), self._batch, bounds)

@@ -9,17 +9,18 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.console.context import Context
-from kvd.console.history import Recent
+from kvd.console.history import Recent, recalled
 from kvd.console.server import ConsoleServer, Watch
 from kvd.daemon.former_processes import started_ticks
 from kvd.types import Sent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvd.core.node import NodeState
     from kvd.observe.bus import Bus
-    from kvd.wire.admin import Look
+    from kvd.wire.admin import AdminReply, Look, Why
+    from kvd.wire.events import Event
 
 LAGS = 20
 """Beats of the loop whose worst lag is shown: a second of them."""
@@ -77,7 +78,8 @@ class Consoles:
         calls: Callable[[int], int],
         clock: Callable[[], float],
     ) -> None:
-        recent = Recent()
+        self._node, self._bus = node, bus
+        self._recent = recent = Recent()
         bus.subscribe(recent.take, wants=recent.wants)
         self._desk = ConsoleServer(
             Context(node, recent, EngineProcesses(calls, clock)), bus.after, budget
@@ -111,6 +113,15 @@ class Consoles:
         if watch.left:
             self._watches[console] = watch
         return Looked(frame, ended_call)
+
+    def recall(self, asked: Why, reply: AdminReply) -> AdminReply:
+        """The core's answer, with what is remembered here of what is over."""
+        now_s = self._clock()
+        return recalled(asked, reply, self._node, self._recent, self._happened, now_s)
+
+    def _happened(self) -> Sequence[Event]:
+        """All that is in the ring."""
+        return self._bus.after(0)[1]
 
     def beat(self, send: Callable[[bytes, bytes], Sent]) -> None:
         """Send the frames that are due, each made when its console takes it; and look on."""

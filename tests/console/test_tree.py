@@ -88,6 +88,22 @@ def test_children_are_shown_behind_an_opened_parent_and_of_no_other(world):
     assert tree.column("depth", opened) == [0, 0], "its root is not opened"
 
 
+@pytest.mark.parametrize("sort", ["pages", "-pages", "name", "-hits", "-last_use", "lock_ref"])
+def test_sorted_by_anything_children_stay_behind_their_parent_and_among_themselves(world, sort):
+    tree = Tree(world)
+    first, _ = (row["key"] for row in tree.shown(tree.root())[1:3])
+    opened = int(str(first).removeprefix("node:"))
+    rows = tree.shown(tree.root(), opened, sort=sort)
+    whole = {row["key"]: row["depth"] for row in tree.shown(tree.root(), opened)}
+    assert {row["key"]: row["depth"] for row in rows} == whole
+
+    keys = [row["key"] for row in rows]
+    assert rows[keys.index(first) + 1]["depth"] == 2
+    name = sort.removeprefix("-")
+    siblings = [row[name] for row in rows if row["depth"] == 1]
+    assert siblings == sorted(siblings, reverse=sort.startswith("-"))
+
+
 def test_sizes_of_subtrees_are_empty_until_there_is_a_survey(world):
     tree = Tree(world)
     tree.stage.context.surveyor._credit_s = -1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.console.history import recalled
 from kvd.console.server import VIEWS
 from kvd.console.view import NoWindow
 from kvd.core import inputs
@@ -127,7 +128,7 @@ def moved(world, n_bytes):
     return inputs.PostMoved(world.now_s, post, n_bytes)
 
 
-def test_a_handoff_that_was_delivered_is_shown_for_three_seconds():
+def test_a_handoff_that_was_delivered_is_there_for_a_minute_behind_what_failed():
     world, sender, p, d = both_ends()
     world.hold_posts = False
     world.land_posts()
@@ -136,12 +137,40 @@ def test_a_handoff_that_was_delivered_is_shown_for_three_seconds():
     assert cells(row, "state", "until", "ended", "waiting_for") == ("delivered", None, 100.0, "")
     assert row["done_bytes"] == row["total_bytes"] == 7 * world.p.node.leases.page_bytes
     assert d.row("rooms", "receive:1")["state"] == "delivered"
-    world.pass_time(3.0)
-    assert list(p.rows("rooms")) == ["send:1"]
+    world.d.call(client.ReceiveRequest, tokens((9000, 64)), room=8, source=("p",))
+    world.d.call(client.CancelReceive, receive=2)
+    assert [row["state"] for row in d.rows("rooms").values()] == ["failed", "delivered"]
+    world.pass_time(60.0, 1.0)
+    assert list(p.rows("rooms")) == ["send:2", "send:1"]
     world.pass_time(0.1)
 
-    assert p.rows("rooms") == {}
-    assert d.rows("rooms") == {}
+    assert list(p.rows("rooms")) == ["send:2"]
+    assert list(d.rows("rooms")) == ["receive:2"]
+
+
+def test_the_last_two_hundred_failures_are_kept_however_long_ago_with_their_stories():
+    world = World()
+    stage = Stage(world.d)
+    for room in range(1, 206):
+        world.d.call(client.ReceiveRequest, tokens((9000, 64)), room=room, source=("p",))
+        world.d.call(client.CancelReceive, receive=room)
+    world.pass_time(600.0, 10.0)
+    rows = stage.rows("rooms")
+    assert [row["room"] for row in rows.values()] == list(range(205, 5, -1))
+
+    asked = admin.Why(3, "room", 200)
+    recent, now_s = stage.context.recent, world.now_s
+    because = recalled(asked, world.d.ask(asked), world.d.node, recent, tuple, now_s)
+    assert isinstance(because, admin.Because)
+    assert because.sentence.startswith("receive:200 of room 200 from p failed 600.0 s ago, after ")
+    assert because.marks[0].what == "asked for"
+    assert "-> closed" in because.marks[-1].what
+
+
+def test_one_row_can_be_asked_for_by_what_it_is_opened_with():
+    _, _, p, _ = both_ends()
+    assert list(p.rows("rooms", filters=(Filter("key", "is", "send:1"),))) == ["send:1"]
+    assert p.rows("rooms", filters=(Filter("key", "is", "send:2"),)) == {}
 
 
 def test_a_handoff_that_failed_says_why():
@@ -256,7 +285,7 @@ def test_a_request_in_the_queue_says_what_is_missing_and_who_has_it():
         *(1, "receive", "receive:1", "client:1", 7, "kv"),
     )
     assert cells(first, "needed_pages", "missing_pages", "since", "until") == (4, 2, 101.0, 131.0)
-    assert first["held_by"] == (Holder("engine 1001: lease, 7 pages", 100.0, "lease:1"),)
+    assert first["held_by"] == (Holder("engine 1001: 7 pages by 1 lease", 100.0, "lease:1"),)
     assert cells(second, "kind", "what", "ahead", "why", "held_by") == (
         *("lease", None, 1, "its turn: 1 before it", ()),
     )
@@ -384,7 +413,7 @@ def test_a_node_that_is_evicted_before_its_row_is_made_is_left_out():
     [child] = root.children.values()
     context = Stage(world.d).now()
     steps = VIEWS["tree"].look(context, Query("tree", opened=(root.id,), sort="name"))
-    for _ in range(3):
+    for _ in range(4):
         next(steps)  # the last of these has ranked them
     world.d.node.leases.flush()
     found = in_one(steps)

@@ -77,7 +77,7 @@ def test_pages_of_a_dead_engine_whose_child_lives_are_told_until_they_are_free(f
         engine.kill()
         [found] = told(client, 1)
         assert (found["severity"], found["kind"], found["subject"]) == (
-            *("high", "client-gone", "client:1"),
+            *("medium", "client-gone", "client:1"),  # high once a request waits for pages
         )
         assert f"pid {engine.pid} of forker is gone" in str(found["evidence"])
         assert [row["state"] for row in rows_of(client, "clients")] == ["gone"]

@@ -84,7 +84,7 @@ def test_a_bug_of_the_desk_costs_that_look_and_is_reported():
     def look(_: bytes, asked: admin.Look) -> bytes:
         raise KeyError(asked.call)
 
-    port = AdminPort(reactor, Bus(), None, look, None)
+    port = AdminPort(reactor, Bus(), None, look, None, None)
 
     class Operator:
         send = staticmethod(sent.append)

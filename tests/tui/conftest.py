@@ -5,6 +5,8 @@ And for those of its link a daemon behind a socket, in this process or in one of
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.cli.admin_peer import Daemon
@@ -21,6 +23,8 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr("textual.pilot.wait_for_idle", until_still)
     monkeypatch.setattr("textual.app.wait_for_idle", until_still)
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
 
 
 @pytest.fixture

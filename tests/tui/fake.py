@@ -10,7 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from kvd.console.context import Context
-from kvd.console.history import with_lock_history
+from kvd.console.history import recalled
 from kvd.console.server import ConsoleServer, Watch
 from kvd.core import inputs
 from kvd.errors import Code, Refusal
@@ -153,19 +153,10 @@ class FakeLink:
             town.pass_time(0.1)
         if len(reports) == before:
             return _failed(request, Code.UNREACHABLE, f"no answer to {type(request).__name__}")
-        return self._with_history(request, reports[-1])
-
-    def _with_history(
-        self, request: admin.AdminRequest, reply: admin.AdminReply
-    ) -> admin.AdminReply:
-        """How a node came to its locks is in the ring of events, which the core has not."""
-        match request, reply:
-            case admin.Why(kind="node", id=number), admin.Because():
-                _, happened = self.side.bus.after(0)
-                node = self.side.node
-                return with_lock_history(reply, node, number, happened, self.town.now_s)
-            case _:
-                return reply
+        if not isinstance(request, admin.Why):
+            return reports[-1]
+        happened, side = lambda: self.side.bus.after(0)[1], self.side
+        return recalled(request, reports[-1], side.node, side.recent, happened, town.now_s)
 
     def _new_desk(self) -> ConsoleServer:
         """Its looks cost nothing, so that it never answers with an older one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import msgspec
 
@@ -109,7 +108,7 @@ class Feed:
         answers = [self._answer(query) for query in look.queries]
         head = vitals(self.at_s, **fields)
         frame = Frame(look.call, head, tuple(answers), (), 0, 0)
-        self.mirror.take(frame, time.monotonic())
+        self.mirror.take(frame, self.at_s)
 
     def _answer(self, query) -> msgspec.Raw:
         if isinstance(query, MapQuery):
@@ -136,7 +135,7 @@ class Feed:
 def console(rows: int = 40, **options) -> tuple[KvdTui, Feed]:
     """An app, and what feeds it."""
     feed = Feed(rows)
-    return KvdTui(Mirror(), feed.connect, Options(**options)), feed
+    return KvdTui(Mirror(), feed.connect, Options(**options), lambda: feed.at_s), feed
 
 
 async def settle(app, pilot) -> None:

@@ -49,7 +49,7 @@ LEASES_A_BEAT = 5
 """So many events come that logs are full after a tenth of the frames, too."""
 TURN_S = 0.001
 """After each frame, for what it has set off."""
-KEYS = ("down", "enter", "down", "escape", "space", "left", "left", "end", "s", "s")
+KEYS = ("down", "enter", "down", "escape", "space", "space", "end", "t", "s", "s")
 """Pressed on each page, a few frames apart."""
 
 _HEAD = struct.Struct("<BI")

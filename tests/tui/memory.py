@@ -150,4 +150,4 @@ class Memory(Feed):
 def memory(page: str, **options) -> tuple[KvdTui, Memory]:
     """An app at this page, and what feeds it."""
     feed = Memory()
-    return KvdTui(Mirror(), feed.connect, Options(page=page, **options)), feed
+    return KvdTui(Mirror(), feed.connect, Options(page=page, **options), lambda: feed.at_s), feed

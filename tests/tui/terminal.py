@@ -32,6 +32,8 @@ TOKEN = re.compile(
     re.DOTALL,
 )
 UNFINISHED = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]P_^](?:(?!\x07|\x1b\\).)*)?\Z", re.DOTALL)
+LIMIT_S = 40.0
+"""What a machine that does much else needs at most for anything."""
 ALTERNATE_SCREEN, CURSOR, WRAPPING = "1049", "25", "7"
 
 
@@ -92,6 +94,10 @@ class Grid:
             self._x += cell_len(sign)
 
 
+def _set_size(fd: int, columns: int, lines: int) -> None:
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+
 class Terminal:
     """A console that runs on a terminal of this size, for as long as the block lasts."""
 
@@ -105,9 +111,10 @@ class Terminal:
         self._pid, self._fd = pty.fork()
         if self._pid == 0:
             environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
-            time.sleep(0.02)  # its size is set meanwhile
+            for name in ("COLUMNS", "LINES"):  # of whoever runs the tests: not of this terminal
+                environment.pop(name, None)
+            _set_size(0, self.grid.columns, self.grid.lines)
             os.execve(sys.executable, [sys.executable, "-m", "tui", *self._options], environment)
-        self.resize(self.grid.columns, self.grid.lines)
         self.at_first = termios.tcgetattr(self._fd)
         return self
 
@@ -120,7 +127,7 @@ class Terminal:
     def resize(self, columns: int, lines: int) -> None:
         """Another size; the console is told."""
         self.grid.resize(columns, lines)
-        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        _set_size(self._fd, columns, lines)
 
     def press(self, keys: str) -> None:
         self.send(keys.encode())
@@ -129,7 +136,7 @@ class Terminal:
         """What a keyboard of any encoding sends."""
         os.write(self._fd, raw)
 
-    def until(self, is_so: Callable[[str], object], what: str, within_s: float = 10.0) -> float:
+    def until(self, is_so: Callable[[str], object], what: str, within_s: float = LIMIT_S) -> float:
         """Read until the screen says so; seconds since now.
 
         Raises:
@@ -142,7 +149,7 @@ class Terminal:
             assert self._read(), f"the console ended before {what}:\n{self.grid.text()}"
         return time.monotonic() - begun_s
 
-    def end(self, within_s: float = 10.0) -> int:
+    def end(self, within_s: float = LIMIT_S) -> int:
         """Read what it still says, until it ends; its exit status."""
         end_s = time.monotonic() + within_s
         while self._read():

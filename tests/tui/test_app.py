@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ from kvd.wire.admin import Why
 from tests.tui.feed import console, lines_of, settle
 from tests.tui.plain import plain  # noqa: F401 - a fixture for all tests here
 from tui.model.commands import PAGES
+from tui.model.peers import ALL_PEERS
 
 SIZE = (80, 24)
 WIDE = (132, 40)
@@ -31,8 +33,8 @@ async def test_the_head_says_how_the_daemon_is_in_words():
         feed.bring()
         await settle(app, pilot)
         head = lines_of(app)[0]
-    assert head.startswith(" LOOK  decode-node  serving  findings 2  peers 6/6  clients 3 ")
-    assert head.endswith(" LIVE 10/s")
+    assert head.startswith(" LOOK  decode-node  serving  problems 2  peers 6/6 ")
+    assert re.search(r" LIVE 4/s \d\d:\d\d:\d\d$", head)
 
 
 async def test_a_lost_daemon_is_said_over_what_was_last_seen():
@@ -55,7 +57,7 @@ async def test_a_number_key_shows_its_page_and_asks_for_what_is_on_it(number, pa
         await settle(app, pilot)
         assert app.page.id == f"page-{page}"
         assert app.query_one(Tabs).active == f"tab-{page}"
-        assert app.wanted().queries == app.page.queries()
+        assert app.wanted().queries == tuple(dict.fromkeys((*app.page.queries(), ALL_PEERS)))
 
 
 async def test_only_the_window_on_the_screen_is_asked_for():

@@ -9,10 +9,23 @@ import pytest
 from textual.command import CommandPalette
 
 from kvd.errors import Code, Refusal
-from kvd.wire.admin import AdminFailed, Audit, Because, Evict, Fence, Flush, Rehearse, Report, Why
+from kvd.wire.admin import (
+    AdminFailed,
+    Audit,
+    Because,
+    Evict,
+    Fence,
+    Flush,
+    RaiseEpoch,
+    Rehearse,
+    Report,
+    Why,
+)
 from kvd.wire.console import Filter
 from tests.tui.feed import console, lines_of, settle
 from tests.tui.plain import plain  # noqa: F401 - a fixture for all tests here
+from tui.app import Location
+from tui.widgets.table import WindowedTable
 
 SIZE = (120, 30)
 
@@ -49,11 +62,12 @@ async def test_arrows_and_letters_move_the_cursor():
     async with shown() as (app, _, pilot):
         await press(app, pilot, "down", "j", "down", "k", "up")
         assert app.page.chosen() == "client:1"
-        await press(app, pilot, "end")
-        feed_end = app.page.table().asks()
-        assert feed_end.first + feed_end.limit >= 40
-        await press(app, pilot, "home")
-        assert app.page.chosen() == "client:0"
+        for end, home in (("end", "home"), ("G", "g")):
+            await press(app, pilot, end)
+            feed_end = app.page.table().asks()
+            assert feed_end.first + feed_end.limit >= 40
+            await press(app, pilot, home)
+            assert app.page.chosen() == "client:0"
 
 
 async def test_page_keys_move_by_a_screen():
@@ -161,6 +175,35 @@ async def test_keys_are_letters_while_something_is_typed():
         assert app.page.id == "page-pools"
 
 
+async def test_pages_that_are_gone_to_at_once_do_not_call_each_other_back(monkeypatch):
+    async with shown() as (app, _, pilot):
+        went, go = [], app.go
+
+        async def counted(place):
+            went.append(place.page)
+            await go(place)
+
+        monkeypatch.setattr(app, "go", counted)
+        await app.action_go("pools")
+        await app.action_go("overview")
+        for _ in range(5):
+            await settle(app, pilot)
+        assert went == ["pools", "overview"]
+
+
+async def test_going_somewhere_late_neither_takes_the_keys_from_the_bar_nor_from_the_table():
+    async with shown() as (app, _, pilot):
+        left = app.page.table()
+        app.action_ask(":")
+        await app.go(Location("handoffs"))
+        await settle(app, pilot)
+        assert app.focused is app.bar.typed
+        await press(app, pilot, "escape")
+        app.on_windowed_table_moved(WindowedTable.Moved(left))
+        assert app.page.NAME == "handoffs"
+        assert app.page.table() is not None
+
+
 async def test_tab_completes_a_command():
     async with shown() as (app, _, pilot):
         await press(app, pilot, ":", *"han", "tab")
@@ -188,7 +231,6 @@ async def test_an_arrow_recalls_what_was_typed_before():
         ("filter state:gone", lambda app: len(app.page.table().filters) == 1),
         ("sort -pages", lambda app: app.page.table().sort == "-pages"),
         ("sort nonsense", lambda app: app.page.table().sort == ""),
-        ("set fps 4", lambda app: app.link.fps == 4),
         ("theme nord", lambda app: app.theme == "nord"),
         ("theme nonsense", lambda app: app.theme == "textual-dark"),
         ("q", lambda app: app.return_code == 0),
@@ -200,22 +242,46 @@ async def test_a_command_does_what_it_says(typed, check):
         assert check(app)
 
 
-async def test_space_freezes_and_arrows_walk_through_what_was_collected_meanwhile():
+async def test_space_freezes_while_it_goes_on_collecting():
     async with shown() as (app, feed, pilot):
         await press(app, pilot, "space")
         for _ in range(3):
             feed.bring(findings=9)
         await settle(app, pilot)
         assert "FROZEN -" in lines_of(app)[0]
-        assert "findings 2" in lines_of(app)[0]
-        await press(app, pilot, "right")
-        assert "findings 9" in lines_of(app)[0]
-        await press(app, pilot, "left")
-        assert "findings 2" in lines_of(app)[0]
-        await press(app, pilot, ".")
-        assert "findings 9" in lines_of(app)[0]
-        await press(app, pilot, "end")
+        assert "problems 2" in lines_of(app)[0]
+        await press(app, pilot, "space")
+        assert "problems 9" in lines_of(app)[0]
         assert "FROZEN" not in lines_of(app)[0]
+
+
+async def test_keys_about_a_row_that_are_typed_ahead_wait_for_the_rows_in_their_order():
+    async with shown() as (app, feed, pilot):
+        await pilot.press("5", "down", "enter", "y", "down", ":", *"sort")
+        assert (app.card.ref, app.clipboard, app.bar.display) == ("", "", False)
+        feed.bring()
+        await press(app, pilot)
+        await press(app, pilot)
+        assert app.clipboard == "kvd why peer 1"
+        assert app.card.ref == "peer:2"
+        assert lines_of(app)[-2].startswith(":sort")
+
+
+async def test_a_page_that_textual_takes_the_keys_from_has_them_again():
+    async with shown() as (app, _, pilot):
+        app.bench.set_focus(None)
+        await press(app, pilot, ":", *"q")
+        assert lines_of(app)[-2].startswith(":q")
+
+
+async def test_shift_and_a_letter_sorts_by_the_columns_that_begin_with_it():
+    async with shown() as (app, _, pilot):
+        await press(app, pilot, "P")
+        assert app.page.table().sort == "-pages"
+        await press(app, pilot, "P")
+        assert app.page.table().sort == "pages"
+        await press(app, pilot, "Z")
+        assert app.page.table().sort == "pages"
 
 
 async def test_a_frozen_console_does_not_ask_what_is_now():
@@ -229,12 +295,12 @@ async def test_a_frozen_console_does_not_ask_what_is_now():
         assert Why(0, "client", 0) in feed.requests
 
 
-async def test_g_goes_to_what_has_to_do_with_it_and_escape_back_along_the_way():
+async def test_r_goes_to_what_has_to_do_with_it_and_escape_back_along_the_way():
     async with shown() as (app, feed, pilot):
         feed.replies[Why] = Because(0, "because", (), ("lease:7", "peer:peers-2"))
-        await press(app, pilot, "enter", "g")
+        await press(app, pilot, "enter", "r")
         await press(app, pilot)
-        assert "client:0 has to do with" in text_of(app)
+        assert "related to client:0" in text_of(app)
         await press(app, pilot, "down", "enter")
         assert (app.page.id, app.card.ref) == ("page-peers", "peer:peers-2")
         assert "clients > client:0 > peer:peers-2" in text_of(app)
@@ -269,10 +335,10 @@ async def test_z_leaves_only_what_is_wrong():
         assert app.page.table().asks().filters == ()
 
 
-async def test_y_copies_what_is_under_the_cursor():
+async def test_y_copies_the_command_that_says_why_of_what_is_under_the_cursor():
     async with shown() as (app, _, pilot):
         await press(app, pilot, "down", "y")
-        assert app.clipboard == "client:1"
+        assert app.clipboard == "kvd why client 1"
 
 
 async def test_capital_t_is_the_next_theme_and_colours_follow():
@@ -333,6 +399,7 @@ DONE = Report(0, {"evicted_pages": 41}, ())
         ("radix", ("E", *"5", "enter"), Evict(0, 5)),
         ("peers", ("X",), Fence(0)),
         ("clients", (":", *"flush strict", "enter"), Flush(0, "strict")),
+        ("clients", (":", *"epoch llama", "enter"), RaiseEpoch(0, "llama")),
     ],
 )
 async def test_what_changes_something_is_rehearsed_and_done_only_when_agreed_to(page, keys, verb):

@@ -44,12 +44,12 @@ def test_the_style_of_an_area_says_how_near_the_top_it_is():
 
 def test_a_chart_says_the_newest_and_the_largest_value_that_it_shows():
     made = chart(Series("RX", (99, 0, 4, 2), cleaned), 34, 3)[0]
-    assert text_of(made) == "RX 2 B/s ────────────── max 99 B/s"
+    assert text_of(made) == "RX 2 B/s ────── max 99 B/s in 4.0s"
 
 
 def test_a_value_that_has_left_the_chart_is_no_longer_its_largest():
     head, *body = chart(Series("RX", (99, *[1] * 60), cleaned), 30, 3)
-    assert text_of(head) == "RX 1 B/s ─────────── max 1 B/s"
+    assert text_of(head) == "RX 1 B/s ── max 1 B/s in 1m00s"
     assert texts(body) == ["⣿" * 30] * 2
 
 
@@ -57,7 +57,10 @@ def test_an_interval_that_nobody_knows_is_told_from_none():
     head, *body = chart(Series("RX", (None, None), cleaned), 24, 2)
     assert text_of(head) == "RX        no figures yet"
     assert body == [line("⠀" * 24, "dim")]
-    assert text_of(chart(Series("RX", (3, None), cleaned), 24, 2)[0]) == "RX - ───────── max 3 B/s"
+    assert (
+        text_of(chart(Series("RX", (3, None), cleaned, 8.0), 24, 2)[0])
+        == "RX - ── max 3 B/s in 16s"
+    )
 
 
 def test_a_chart_never_mixes_letters_and_braille_in_one_span():

@@ -136,7 +136,7 @@ def test_the_legend_has_letter_name_and_pages_of_every_level():
 
 
 def test_the_levels_of_a_graded_lens_go_from_one_end_of_the_ramp_to_the_other():
-    levels = (Level(".", "free", 1), *[Level(str(at), f"{at} s", 1) for at in range(4)])
+    levels = (Level(".", "free", 1), *[Level("ABCD"[at], f"{at} s", 1) for at in range(4)])
     graded = page_map(b"", lens="age", levels=levels)
     assert styles(graded) == ("free", "ramp-0", "ramp-2", "ramp-4", "ramp-7")
     owners = page_map(b"", lens="owner", levels=levels)
@@ -150,9 +150,9 @@ def test_an_owner_who_calls_himself_free_does_not_look_so():
         "free",
         "cached",
         "dim",
-        "hue-0",
-        "hue-1",
         "hue-2",
+        "hue-3",
+        "hue-4",
         "nobody",
     )
 

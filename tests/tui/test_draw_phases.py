@@ -79,14 +79,25 @@ def test_a_running_phase_grows_between_two_answers():
 
 def test_both_ends_stand_over_one_axis():
     assert texts([HERE, THERE], 64, 21.6) == [
+        "nothing for 8.30s: here waits for bytes                         ",
         "deadline in 21.6s       8.60s ago                            now",
         "here decode               ││─│receiving 8.30s──────────────────>",
         "prefill-0 prefill       │───│streaming 8.40s───────────────────>",
         "here: queued 1.00ms  offered 109ms  receiving 8.30s so far      ",
-        "  waits for bytes                                               ",
         "prefill-0: await-offer 195ms  streaming 8.40s so far            ",
         "longest silence 8.30s, after here: offered -> receiving (accept…",
     ]
+
+
+def test_what_both_ends_wait_for_is_one_sentence():
+    there = THERE._replace(waiting_for="its engine")
+    assert texts([HERE, there], 90)[0].strip() == (
+        "nothing for 8.30s: here waits for bytes, as prefill-0 waits for its engine"
+    )
+    fresh = HERE._replace(marks=(*HERE.marks, Mark(0.5, "12 pages came")))
+    assert texts([fresh, there], 90)[0].strip() == (
+        "here waits for bytes, as prefill-0 waits for its engine"
+    )
 
 
 def test_a_handoff_that_is_over_ends_when_it_did():
@@ -149,14 +160,14 @@ def test_a_peer_that_tells_too_much_is_heard_to_the_end_only():
 
 
 def test_the_longest_silence_is_named_with_what_came_before_it():
-    assert silence([HERE, THERE]) == (
+    assert silence([HERE, THERE])[0] == (
         "longest silence 8.30s, after here: offered -> receiving (accepted: all of it); it lasts"
     )
     late = HERE._replace(marks=(*HERE.marks, Mark(0.5, "12 pages to verify")))
-    assert silence([late, THERE]) == (
+    assert silence([late, THERE])[0] == (
         "longest silence 7.80s, after here: offered -> receiving (accepted: all of it)"
     )
-    assert silence([]) == ""
+    assert silence([]) == ("", 0.0)
 
 
 @pytest.mark.parametrize(

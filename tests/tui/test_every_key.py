@@ -25,12 +25,9 @@ SITUATION = {"overview": "dead-client", "pools": "mixture"}
 BEFORE = {
     "light": ("end", "enter"),
     "next_lit": ("end", "enter", "L"),
-    "go('clients')": ("1",),
+    "app.go('clients')": ("1",),
     "zoom(2.0)": ("-",),
     "zoom(0.5)": ("+", "+"),
-    "app.step(-1)": ("space",),
-    "app.step(1)": ("space", "left"),
-    "app.live": ("space",),
     "move(-1)": ("end",),
     "shift(-1)": ("right",),
     "screen(-1)": ("end",),

@@ -27,20 +27,19 @@ async def active(page, *keys, **options):
 
 
 def test_number_keys_are_the_pages_in_their_order():
-    found = bindings_of(KvdTui)
+    found = bindings_of(Page)
     assert tuple(ALL) == PAGES
     assert [found[str(at)][0].action for at in range(1, len(PAGES) + 1)] == [
-        f"go({page!r})" for page in PAGES
+        f"app.go({page!r})" for page in PAGES
     ]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_key_means_two_things_only_where_one_is_about_a_frozen_screen(page):
+def test_a_key_means_one_thing_on_a_page(page):
     everywhere = bindings_of(KvdTui)
     for key, found in bindings_of(ALL[page]).items():
         assert key not in everywhere
-        frozen = [one for one in found if one.action.startswith(("app.step", "app.live"))]
-        assert len(found) - len(frozen) <= 1
+        assert len(found) == 1
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -53,12 +52,6 @@ async def test_a_key_of_a_page_means_something_else_on_another():
     assert (await active("pools"))["l"] == "lens"
     assert (await active("radix"))["l"] == "nodes('locked')"
     assert "l" not in await active("peers")
-
-
-async def test_arrows_step_through_time_when_frozen_and_move_when_not():
-    live, frozen = await active("pools"), await active("pools", "space")
-    assert (live["left"], live["end"]) == ("shift(-1)", "end")
-    assert (frozen["left"], frozen["end"]) == ("app.step(-1)", "app.live")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -77,5 +70,22 @@ async def test_keys_that_mean_nothing_are_not_among_those_here():
 
 
 def test_the_keys_that_the_documentation_names_are_there():
-    named = {"slash", "colon", "s", "w", "z", "y", "g", "i", "T", "q", "space", "question_mark"}
+    named = {
+        "slash",
+        "colon",
+        "s",
+        "w",
+        "z",
+        "y",
+        "g",
+        "G",
+        "r",
+        "i",
+        "c",
+        "t",
+        "T",
+        "q",
+        "space",
+        "question_mark",
+    }
     assert named <= {*bindings_of(Page), *bindings_of(KvdTui)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.filters import SyntaxFlaw
-from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, Record
+from kvd.wire.admin import AbortRoom, Audit, Drain, Evict, Fence, Flush, Record, Undrain
 from tui.model.commands import RULES, CommandChoices, complete, parse
 
 
@@ -27,7 +27,6 @@ from tui.model.commands import RULES, CommandChoices, complete, parse
         (":filter state:held age>5s", "filter_by('state:held age>5s')"),
         (":filter", "filter_by('')"),
         (":sort -age", "sort_by('-age')"),
-        (":set fps 4", "set_fps(4)"),
         (":theme nord", "set_theme('nord')"),
         (":flush", Flush(0, "unlocked")),
         (":flush strict", Flush(0, "strict")),
@@ -35,6 +34,11 @@ from tui.model.commands import RULES, CommandChoices, complete, parse
         (":abort room 12", AbortRoom(0, 12, "an operator asked for it")),
         (":abort room 12 it is stuck", AbortRoom(0, 12, "it is stuck")),
         (":fence", Fence(0)),
+        (":drain", Drain(0, "console", "an operator asked for it")),
+        (":drain new switch", Drain(0, "console", "new switch")),
+        (":undrain", Undrain(0)),
+        (":why lease:7", "open('lease:7')"),
+        (":why page 17", "open('page:17')"),
         (":audit", Audit(0)),
         (":record save", Record(0)),
         (":q", "quit"),
@@ -66,9 +70,6 @@ def test_a_line_is_a_command(text, command):
         (":abort room x", SyntaxFlaw("expected the number of a room: abort room 12, not 'x'", 12)),
         (":flush all", SyntaxFlaw("expected nothing, or strict, not 'all'", 7)),
         (":fence now", SyntaxFlaw("expected nothing more, not 'now'", 7)),
-        (":set fps 400", SyntaxFlaw("fps is from 0.2 to 20", 9)),
-        (":set fps ²", SyntaxFlaw("expected frames per second: set fps 4", 9)),
-        (":set colour 4", SyntaxFlaw("expected fps and a number: set fps 4", 5)),
         (":sort a b", SyntaxFlaw("expected one column, with a - for the largest first", 7)),
         (
             ":open lease",
@@ -95,7 +96,6 @@ CONTEXT = CommandChoices(("id", "state"), ("dark", "light"), ("lease:7", "lease:
         (":abort ", ["abort room", "abort room 12"]),
         (":evict ", []),
         (":nonsense x", []),
-        (":set f", ["set fps"]),
     ],
 )
 def test_a_line_is_completed_from_what_is_on_the_screen(text, lines):
@@ -111,5 +111,8 @@ def test_only_what_changes_the_node_is_kept_from_a_console_that_only_reads():
         "flush",
         "evict",
         "abort",
+        "drain",
+        "epoch",
+        "undrain",
         "fence",
     ]

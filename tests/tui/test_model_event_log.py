@@ -9,11 +9,11 @@ import pytest
 
 from kvd import filters
 from kvd.wire.admin import Mark, OtherEnd
-from kvd.wire.console import EventQuery, Filter
-from kvd.wire.events import Event, Evicted, HandoffEnded, LeaseOpened, Moved, PagesCorrupt
+from kvd.wire.console import Filter
+from kvd.wire.events import Event, HandoffEnded, LeaseOpened, Moved, PagesCorrupt
 from tests.tui.feed import vitals
 from tui.model import event_log, event_words
-from tui.model.event_log import CHUNK_ITEMS, MAX_ITEMS, EventGap, Log, LogEntries, only
+from tui.model.event_log import MAX_ITEMS, EventGap, Log, LogEntries
 from tui.model.mirror import Notice
 
 HOSTILE = "[red]x\x1b[31m\u202e"
@@ -162,33 +162,14 @@ def test_a_kind_that_may_be_trouble_is_asked_for_with_the_troubles():
     assert not {"moved", "client-attached"} & set(found)
 
 
-def test_events_about_a_thing_are_found_among_all():
-    log = Log().add(
-        [
-            moved(1),
-            moved(2, room=13),
-            EventGap(0, 1, 0),
-            Evicted(3, 3.0, pages=1, nodes=1, reason="room"),
-        ],
-        3,
-    )
-    found = only(log, EventQuery(0, about="room:12")).items()
-    assert found == [moved(1), EventGap(0, 1, 0)]
-    assert only(log, EventQuery(0, kinds=("moved",), about="room:13")).items() == [
-        moved(2, room=13),
-        EventGap(0, 1, 0),
-    ]
-
-
 # ---- lines ---------------------------------------------------------------------------------------
 
 
-def test_what_was_made_of_a_chunk_is_kept():
+def test_what_was_made_of_an_event_is_kept():
     book, log = LogEntries(), Log().add([moved(at) for at in range(1, 200)], 199)
     before = book.entries(log, 300.0)
     after = book.entries(log.add([moved(200)], 200), 300.0)
     assert all(a is b for a, b in zip(before, after[:-1], strict=True))
-    assert len(log.chunks) == 199 // CHUNK_ITEMS + 1
     assert [one.key for one in after] == [f"event:{at}" for at in range(1, 201)]
 
 
@@ -198,7 +179,7 @@ def test_a_log_stays_bounded_and_so_do_its_lines():
         log = log.add([moved(at) for at in range(start, start + 500)], start + 499)
         entries = book.entries(log, 9000.0)
     assert len(entries) == MAX_ITEMS
-    assert len(book._made) == len(log.chunks)
+    assert len(book._made) == MAX_ITEMS
     assert entries[-1].key == "event:6000"
 
 

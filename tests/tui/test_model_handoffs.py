@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvd.wire.console import Column, Query, TableRow
-from tui.model import cells, clients, handoffs, peers
+from tui.model import cells, handoffs, peers
 from tui.model.columns import ComputedColumns, NamedRow, named_row_of
 from tui.model.rates import RowRates
 from tui.model.tables import TableData
@@ -16,6 +16,7 @@ KINDS = {
     **dict.fromkeys(("state", "side", "peer", "waiting_for", "name", "pids", "layout"), "text"),
     **dict.fromkeys(("done_bytes", "total_bytes", "leases", "held", "failed"), "count"),
     "oldest": "since",
+    "until": "until",
 }
 
 
@@ -63,8 +64,14 @@ def test_bytes_that_have_stopped_stand_out_and_end_never():
 def test_one_that_has_ended_has_no_rate_and_is_dim():
     row = dressed(moving(100.0, 1000), moving(101.0, 4000, "delivered"))
     assert (row.number("progress"), row.number("rate"), row.number("eta")) == (1.0, None, None)
-    assert handoffs.progress(row, 4) == ("████ 100%", "dim")
-    assert handoffs.state(row) == ("+ delivered", "ok")
+    assert handoffs.progress(row, 4) == ("        -", "dim")
+    assert handoffs.state(row) == ("+ delivered", "dim")
+
+
+def test_a_room_that_is_kept_says_how_many_had_it_and_when_it_ends():
+    row = dressed(data(state="kept 1 of 3", until=141.0))
+    assert handoffs.state(row) == ("K kept 1 of 3", "dim")
+    assert handoffs.until(row) == ("ends in 41s", "plain")
 
 
 @pytest.mark.parametrize(
@@ -104,11 +111,11 @@ def test_what_went_between_us_and_a_peer_is_told_both_ways():
         one = TableData(
             Query("peers"), columns, ("peer:p",), {"peer:p": row}, 1, 1, 100.0 + second, 1
         )
-        traffic.incoming.take(one)
-        traffic.outgoing.take(one)
-    incoming, outgoing = traffic.ways("peer:p", 102.0, 4, 1.0)
-    assert (incoming.now, incoming.lately) == (4096, [4096, 4096])
-    assert (outgoing.now, outgoing.lately) == (1024, [0, 1024])
+        traffic.take(one)
+    row = named_row_of(one, "peer:p")
+    assert row is not None
+    assert traffic.made(row, "tcp") == (4096, 1024, "←0 →0", "tcp")
+    assert traffic.outgoing.per_second("peer:p", 4) == [0, 1024]
 
 
 @pytest.mark.parametrize(
@@ -117,17 +124,3 @@ def test_what_went_between_us_and_a_peer_is_told_both_ways():
 )
 def test_a_layout_unlike_ours_is_said_in_words(words, look):
     assert peers.layout(facts(layout=words)) == look
-
-
-def test_pages_of_a_client_that_lives_come_back_by_stopping_it():
-    row = facts(name="eng", state="alive", pids="7 8", leases=2, held=10, oldest=90.0)
-    assert clients.advice(row, 100.0) == (
-        "eng holds 10 pages by 2 leases, the oldest for 10s. kvd never takes pages from a living "
-        "process: stop pid 7 8, and its leases are released within 1 s"
-    )
-
-
-def test_a_client_that_is_gone_or_holds_nothing_needs_no_stopping():
-    gone = facts(name="eng", state="gone", pids="7", leases=2, held=10, oldest=90.0)
-    assert "a process that inherited its connection keeps it open" in clients.advice(gone, 1)
-    assert clients.advice(facts(name="eng", state="alive", leases=0), 1) == "eng holds nothing"

@@ -43,17 +43,6 @@ async def test_below_are_the_leases_of_the_client_under_the_cursor():
         assert leases_of(stage) == {"client:2"}
 
 
-async def test_the_page_says_how_pages_come_back():
-    async with staged("clients", "dead-client") as stage:
-        await stage.press("down")
-        words = " ".join(stage.text.split())
-        assert "kvd never takes pages from a living process: stop pid 4120 4121," in words
-        await stage.press("down")
-        assert "Its processes are gone, and a process that inherited" in " ".join(
-            stage.text.split()
-        )
-
-
 async def test_tab_goes_to_the_leases_and_a_filter_there_is_on_top_of_whose_they_are():
     async with staged("clients") as stage:
         await stage.press("down", "tab")

@@ -17,7 +17,7 @@ async def test_each_peer_has_both_ways_and_what_became_of_its_handoffs():
     async with staged("peers") as stage:
         names = stage.text.splitlines()[3].split()
         first = stage.text.splitlines()[4].split()
-    assert names[:8] == ["state", "name", "in", "in_trace", "out", "out_trace", "open", "delivered"]
+    assert names[:6] == ["state", "name", "in", "out", "open", "delivered"]
     assert first[:4] == ["▸", "+", "up", "prefill0"]
     assert "←3 →0" in " ".join(first)
 

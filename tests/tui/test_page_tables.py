@@ -6,7 +6,8 @@ import pytest
 
 from tests.tui.golden import same_picture, same_text
 from tests.tui.staged import LARGE, MIDDLE, SMALL, staged
-from tui.model import clients, handoffs, peers
+from tui.model import handoffs, peers
+from tui.screens import clients
 
 MADE_HERE = {"handoffs": handoffs.COLUMNS, "peers": peers.COLUMNS, "clients": clients.COLUMNS}
 

@@ -17,7 +17,7 @@ FIRST_FRAME_S = 5.0
 LIVE = {
     "overview": r"kv: balanced .* = 1 null",
     "pools": r"\bkv\b.*\bok\b",
-    "radix": r"no namespace",
+    "radix": r"\(no names",
     "handoffs": r"(receiving|streaming|offered|arriving)",
     "peers": r"^. ?p\b.*\bup\b",
     "events": r"lease-(opened|released)|handoff-ended|\bmoved\b",

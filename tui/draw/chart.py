@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvd.text import percent
-from tui.draw.spans import Line, Style, Styled, cleaned, fit, line, spread
+from kvd.text import age, percent
+from tui.draw.spans import Line, Style, Styled, cleaned, fit, line, merged, spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +31,7 @@ _CLIPS = [
 
 STEPS = "▁▂▃▄▅▆▇█"
 EIGHTHS = "▏▎▍▌▋▊▉█"
+UNKNOWN = "·"
 
 MID_SHARE, HIGH_SHARE = 0.5, 0.8
 """Above these shares of its top a chart changes its style."""
@@ -42,13 +43,13 @@ Value = float | None
 class Series(NamedTuple):
     """What a chart shows: values at even intervals, oldest first, and how a figure is said.
 
-    ``top``: the value at the upper edge; None for the largest one shown.
+    ``step_s``: from one to the next. The upper edge is the largest one shown.
     """
 
     title: str
     values: Sequence[Value]
     show: Callable[[float], str]
-    top: float | None = None
+    step_s: float = 1.0
 
 
 def chart(series: Series, width: int, height: int) -> list[Line]:
@@ -62,9 +63,9 @@ def chart(series: Series, width: int, height: int) -> list[Line]:
     peak = max(known)
     now = "-" if newest is None else series.show(newest)
     at_left = (cleaned(series.title, "head"), Styled(f" {now}"))
-    head = spread(at_left, line(f"max {series.show(peak)}", "dim"), width, Styled("─", "border"))
-    top = peak if series.top is None else series.top
-    return [head, *area(shown, width, height - 1, top)]
+    most = f"max {series.show(peak)} in {age(len(shown) * series.step_s)}"
+    head = spread(at_left, line(most, "dim"), width, Styled("─", "border"))
+    return [head, *area(shown, width, height - 1, peak)]
 
 
 def area(values: Sequence[Value], width: int, height: int, top: float) -> list[Line]:
@@ -83,8 +84,22 @@ def area(values: Sequence[Value], width: int, height: int, top: float) -> list[L
     for row in reversed(range(height)):
         inside = dots.translate(_CLIPS[row])
         pairs = zip(inside[::2], inside[1::2], strict=True)
-        lines.append((Styled("".join([_BRAILLE[a][b] for a, b in pairs]), _load(row, height)),))
+        text = "".join([_BRAILLE[a][b] for a, b in pairs])
+        lines.append((Styled(text, _load(row, height)),))
+    holes = [value is None for value in shown]
+    if any(holes):
+        lines[-1] = _with_holes(lines[-1][0], [False] * (2 * width - len(shown)) + holes)
     return lines
+
+
+def _with_holes(bottom: Styled, holes: Sequence[bool]) -> Line:
+    """The lowest line with a dot where nobody knows: nothing there would be a figure."""
+    return merged(
+        [
+            Styled(UNKNOWN, "dim") if left and right else bottom._replace(text=sign)
+            for sign, left, right in zip(bottom.text, holes[::2], holes[1::2], strict=True)
+        ]
+    )
 
 
 def spark(values: Sequence[Value], width: int) -> Styled:
@@ -130,7 +145,7 @@ def _last(values: Sequence[Value], count: int) -> list[Value]:
 
 def _step(value: Value, top: float) -> str:
     if value is None:
-        return "·"
+        return UNKNOWN
     if value <= 0 or top <= 0:
         return STEPS[0]
     return STEPS[min(max(round(7 * value / top), 1), 7)]

@@ -186,6 +186,8 @@ def told(shown: PageMap, cell: int) -> Line:
     cells = shown.cells or b""
     if not pages or not 0 <= cell < len(cells):
         return line("no page here", "dim")
+    if len(pages) == 1 and not pages[0]:
+        return line("page 0 stands for none: it is never anybody's", "dim")
     which = f"page {pages[0]}" if len(pages) == 1 else f"pages {pages[0]} to {pages[-1]}"
     spans = [Styled(which)]
     if cells[cell] < len(shown.levels):
@@ -216,15 +218,17 @@ def styles(shown: PageMap) -> tuple[Style, ...]:
         elif at < KNOWN_LEVELS and level.name in KNOWN:
             made[at] = KNOWN[level.name]
     others = [at for at in range(last + 1) if at not in made]
-    scale = RAMPS if shown.lens in GRADED else HUES
-    made.update(zip(others, _spaced(scale, len(others), shown.lens), strict=True))
+    if shown.lens in GRADED:
+        made.update(zip(others, _spaced(RAMPS, len(others)), strict=True))
+    else:  # by its letter, which somebody keeps whoever else comes and goes
+        made.update(
+            (at, HUES[(ord(letter_of(shown.levels[at])) - ord("A")) % len(HUES)]) for at in others
+        )
     return tuple(made[at] for at in range(last + 1))
 
 
-def _spaced(scale: Sequence[Style], count: int, lens: str) -> list[Style]:
-    """``count`` styles: of a ramp from end to end, of hues one after the other."""
-    if lens not in GRADED:
-        return [scale[at % len(scale)] for at in range(count)]
+def _spaced(scale: Sequence[Style], count: int) -> list[Style]:
+    """``count`` styles of a ramp from end to end."""
     return [scale[at * (len(scale) - 1) // max(count - 1, 1)] for at in range(count)]
 
 

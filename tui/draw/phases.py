@@ -10,20 +10,8 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.text import clean, lasting
-from tui.draw.spans import (
-    EMPTY,
-    Line,
-    Style,
-    Styled,
-    cut,
-    fit,
-    left,
-    line,
-    spread,
-    width_of,
-    wrapped,
-)
-from tui.draw.spans import columns as columns_of
+from tui.draw import spans
+from tui.draw.spans import EMPTY, Line, Style, Styled, fit, line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,8 +40,13 @@ NAME_COLUMNS = 24
 """Of a peer and its side, before the chart."""
 LEAST_COLUMNS = 20
 """Of a chart; where there are fewer, the words have to do."""
+QUIET_S = 2.0
+"""A silence is worth a look from here on."""
+ASKED = "asked; no answer yet"
+"""What is no trouble yet."""
 MAX_MARKS = 64
 """Of one end; a daemon tells sixteen."""
+LASTS = "; it lasts"
 ARROW = " -> "
 OPEN_END = ">"
 
@@ -115,9 +108,10 @@ def sound(marks: Sequence[Mark]) -> list[Mark]:
 
 
 def draw(ends: Sequence[HandoffEnd], width: int, deadline_in_s: float | None = None) -> list[Line]:
-    """The chart, a line for each end; then its phases in words, and the longest silence."""
+    """In one sentence what it waits for; then the chart, a line for each end, and its phases."""
     known = [end for end in ends if not end.trouble]
-    lines: list[Line] = []
+    quiet, quiet_s = silence(known)
+    lines = _verdict(known, quiet, quiet_s, width)
     room = width - NAME_COLUMNS
     if room >= LEAST_COLUMNS and any(phases(end) for end in known):
         axis = _Axis(known, room)
@@ -127,27 +121,37 @@ def draw(ends: Sequence[HandoffEnd], width: int, deadline_in_s: float | None = N
         lines.append(fit(_deadline(deadline_in_s), width))
     for end in ends:
         lines += _words(end, width)
-    quiet = silence(known)
     if quiet:
-        lines.append(fit(line(quiet, "warn"), width))
+        lines.append(fit(line(quiet, "warn" if quiet_s > QUIET_S else "dim"), width))
     return lines
 
 
-def silence(ends: Sequence[HandoffEnd]) -> str:
+def _verdict(ends: Sequence[HandoffEnd], quiet: str, quiet_s: float, width: int) -> list[Line]:
+    """What each end waits for, ours first, and for how long nothing has happened."""
+    waits = [f"{clean(end.name)} waits for {clean(end.waiting_for)}" for end in ends]
+    waits = [words for words, end in zip(waits, ends, strict=True) if end.waiting_for]
+    is_stuck = bool(waits) and quiet.endswith(LASTS) and quiet_s > QUIET_S
+    words = f"nothing for {lasting(quiet_s)}: " * is_stuck + ", as ".join(waits)
+    style: Style = "warn" if is_stuck else "plain"
+    return spans.wrapped([line(word, style) for word in words.split()], width, 1)
+
+
+def silence(ends: Sequence[HandoffEnd]) -> tuple[str, float]:
     """The longest time in which neither end did anything, in words; empty if nothing ever did."""
     marks = sorted(
         ((mark.ago_s, end.name, mark.what) for end in ends for mark in sound(end.marks)),
         reverse=True,
     )
     if not marks:
-        return ""
+        return "", 0.0
     is_over = all(end.state in OVER for end in ends)
     laters = [ago_s for ago_s, _, _ in marks[1:]] + [marks[-1][0] if is_over else 0.0]
     gaps = [mark[0] - later for mark, later in zip(marks, laters, strict=True)]
     at = max(range(len(gaps)), key=gaps.__getitem__)
     _, name, what = marks[at]
     cleaned = f"longest silence {lasting(gaps[at])}, after {clean(name)}: {clean(what)}"
-    return f"{cleaned}; it lasts" if at + 1 == len(marks) and not is_over else cleaned
+    lasts = LASTS if at + 1 == len(marks) and not is_over else ""
+    return cleaned + lasts, gaps[at]
 
 
 def _move(what: str) -> tuple[str, str, str]:
@@ -182,14 +186,14 @@ class _Axis:
 
 def _row(end: HandoffEnd, axis: _Axis) -> list[Styled]:
     """One end's phases, each with its name at its beginning where there is room."""
-    spans: list[Styled] = []
+    made: list[Styled] = []
     at = 0
     for phase in phases(end):
         start, stop = axis.column(phase.began_ago_s), axis.column(phase.until_ago_s)
-        spans.append(Styled(" " * (start - at)))
-        spans.append(Styled(_bar(phase, stop - start), "label", STYLES.get(phase.state, "dim")))
+        made.append(Styled(" " * (start - at)))
+        made.append(Styled(_bar(phase, stop - start), "label", STYLES.get(phase.state, "dim")))
         at = stop
-    return [*spans, Styled(" " * (axis.width - at))]
+    return [*made, Styled(" " * (axis.width - at))]
 
 
 def _bar(phase: HandoffPhase, columns: int) -> str:
@@ -203,11 +207,11 @@ def _bar(phase: HandoffPhase, columns: int) -> str:
         (
             words
             for words in (f"{name} {lasting(phase.lasted_s)}", name)
-            if columns_of(words) <= room
+            if spans.columns(words) <= room
         ),
         "",
     )
-    return f"│{label}{'─' * (room - columns_of(label))}{tail}"
+    return f"│{label}{'─' * (room - spans.columns(label))}{tail}"
 
 
 def _scale(axis: _Axis, deadline_in_s: float | None, width: int) -> Line:
@@ -215,7 +219,7 @@ def _scale(axis: _Axis, deadline_in_s: float | None, width: int) -> Line:
     last_ago_s = axis.edges[-1]
     end = "now" if last_ago_s == 0 else f"{lasting(last_ago_s)} ago"
     begin = f"{lasting(axis.edges[0])} ago"
-    scale = spread(line(begin, "dim"), line(end, "dim"), axis.width)
+    scale = spans.spread(line(begin, "dim"), line(end, "dim"), axis.width)
     at_left = EMPTY if deadline_in_s is None else _deadline(deadline_in_s)
     return fit((*fit(at_left, NAME_COLUMNS - 1), Styled(" "), *scale), width)
 
@@ -227,25 +231,25 @@ def _deadline(deadline_in_s: float) -> Line:
 
 
 def _name(end: HandoffEnd) -> Styled:
-    return Styled(left(f"{cut(clean(end.name), 14)} {clean(end.side)}", NAME_COLUMNS), "head")
+    return Styled(
+        spans.left(f"{spans.cut(clean(end.name), 14)} {clean(end.side)}", NAME_COLUMNS), "head"
+    )
 
 
 def _words(end: HandoffEnd, width: int) -> list[Line]:
     """An end's phases with their durations; what it waits for; or why nothing is known of it."""
     name = Styled(f"{clean(end.name)}: ", "head")
     if end.trouble:
-        return [fit((name, Styled(clean(end.trouble), "warn")), width)]
+        style: Style = "dim" if end.trouble == ASKED else "warn"
+        return [fit((name, Styled(clean(end.trouble), style)), width)]
     items: list[Line] = []
     for phase in phases(end):
         figure = f"{clean(phase.state)} {lasting(phase.lasted_s)}"
         items.append(line(f"{figure} so far") if phase.runs else line(figure, "dim"))
     if end.state in OVER or not items:
         items.append(line(clean(end.state)))
-    room = width - width_of((name,))
-    lines = [
+    room = width - spans.width_of((name,))
+    return [
         fit((name if at == 0 else Styled(" " * (width - room)), *wrapped_line), width)
-        for at, wrapped_line in enumerate(wrapped(items, room))
+        for at, wrapped_line in enumerate(spans.wrapped(items, room))
     ]
-    if end.waiting_for:
-        lines.append(fit((Styled("  waits for ", "dim"), Styled(clean(end.waiting_for))), width))
-    return lines

@@ -19,6 +19,38 @@ if TYPE_CHECKING:
     from tui.model.tables import TableData
 
 
+HEADINGS = {
+    "calls_s": "calls/s",
+    "lock_ref": "locks",
+    "below_pages": "pages below",
+    "last_use": "last used",
+    "locked_node": "locked at",
+    "row": "pages in all",
+    "waiting_for": "waits for",
+    "until": "deadline",
+    "since": "for",
+    "moved": "last moved",
+    "away_since": "away for",
+    "touched": "last touched",
+    "beside": "other components",
+    "missing_pages": "missing",
+    "needed_pages": "needed",
+    "held_by": "held by",
+    "owner": "engine",
+    "done_bytes": "done",
+    "total_bytes": "of",
+    "quarantined": "quarantine",
+}
+"""Of columns whose own name is one of the wire; filters and sorts know them by that."""
+
+
+def heading(column: Column) -> str:
+    """What stands over a column: pages are what most are of, tokens say so."""
+    words = HEADINGS.get(column.name, column.name.replace("_", " "))
+    is_said = column.kind != "tokens" or "token" in words
+    return words if is_said else f"{words} tokens"
+
+
 class NamedRow:
     """One row by the names of its columns; None where there is no such column.
 

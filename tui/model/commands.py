@@ -7,23 +7,22 @@ may be cut short where only one begins so: ``:ev 100``.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable
 
 import msgspec
 
 from kvd.filters import SyntaxFlaw
-from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, Record
+from kvd.wire import admin
 from kvd.wire.bounds import INT64, MAX_REASON
 
 PAGES = ("overview", "pools", "radix", "handoffs", "peers", "events", "clients")
 """In the order of their number keys."""
 
-MOST_FPS = 20.0
-LEAST_FPS = 0.2
 REASON = "an operator asked for it"
 
 
-NodeRequest = Flush | Evict | AbortRoom | Fence | Audit | Record
+NodeRequest = admin.Plannable | admin.Audit | admin.Record
 """A verb for the daemon."""
 
 Command = str | NodeRequest
@@ -137,6 +136,8 @@ def _peer(rest: str) -> Command | SyntaxFlaw:
 
 
 def _ref(rest: str) -> Command | SyntaxFlaw:
+    # As the command line has it, too: ``why lease 7``.
+    rest = rest if ":" in rest.partition(" ")[0] else rest.replace(" ", ":", 1)
     kind, colon, name = rest.partition(":")
     if not (kind and colon and name) or " " in kind:
         return SyntaxFlaw("expected what to open: lease:7, node:9, room:12, peer:prefill-0", 0)
@@ -149,29 +150,17 @@ def _sort(rest: str) -> Command | SyntaxFlaw:
     return f"sort_by({rest!r})"
 
 
-def _set(rest: str) -> Command | SyntaxFlaw:
-    name, _, value = rest.partition(" ")
-    if name != "fps":
-        return SyntaxFlaw("expected fps and a number: set fps 4", 0)
-    number = value.strip()
-    if not number.replace(".", "", 1).isdigit() or not number.isascii():
-        return SyntaxFlaw("expected frames per second: set fps 4", len(rest) - len(number))
-    if not LEAST_FPS <= float(number) <= MOST_FPS:
-        return SyntaxFlaw(f"fps is from {LEAST_FPS:g} to {MOST_FPS:g}", len(rest) - len(number))
-    return f"set_fps({number})"
-
-
 def _flush(rest: str) -> Command | SyntaxFlaw:
     if rest not in {"", "strict"}:
         return SyntaxFlaw(f"expected nothing, or strict, not {rest!r}", 0)
-    return Flush(0, rest or "unlocked")
+    return admin.Flush(0, rest or "unlocked")
 
 
 def _evict(rest: str) -> Command | SyntaxFlaw:
     pages = _whole(rest, "how many pages")
     if pages == 0:
         return SyntaxFlaw("expected at least 1 page", 0)
-    return pages if isinstance(pages, SyntaxFlaw) else Evict(0, pages)
+    return pages if isinstance(pages, SyntaxFlaw) else admin.Evict(0, pages)
 
 
 def _abort(rest: str) -> Command | SyntaxFlaw:
@@ -184,7 +173,31 @@ def _abort(rest: str) -> Command | SyntaxFlaw:
         return SyntaxFlaw(room.what, len(rest) - len(more.strip()))
     if len(reason) > MAX_REASON:
         return SyntaxFlaw(f"a reason has at most {MAX_REASON} characters", len(rest) - len(reason))
-    return AbortRoom(0, room, reason.strip() or REASON)
+    return admin.AbortRoom(0, room, reason.strip() or REASON)
+
+
+def _drain(reason: str) -> Command | SyntaxFlaw:
+    if len(reason) > MAX_REASON:
+        return SyntaxFlaw(f"a reason has at most {MAX_REASON} characters", MAX_REASON)
+    return admin.Drain(0, who="console", why=reason or REASON)
+
+
+def cli_command(ref: str) -> str:
+    """What to type on the node to be told the same: ``kvd why receive 4``."""
+    kind, _, rest = ref.partition(":")
+    if kind in {"page", "node", "room", "lease", "receive", "send", "client", "peer"}:
+        return f"kvd why {kind} {shlex.quote(rest)}"
+    verbs = {"pool": "pools", "event": "events", "concern": "audit", "waiting": "status"}
+    return f"kvd {verbs.get(kind, 'status')}"
+
+
+KILL = "kill "
+"""How what an operator has to do on the node itself begins, in front of why."""
+
+
+def is_doable(action: str) -> bool:
+    """Whether what is proposed is a command, and no mere words."""
+    return action.startswith(KILL) or not isinstance(parse(action), SyntaxFlaw)
 
 
 def _record(rest: str) -> Command | SyntaxFlaw:
@@ -192,7 +205,7 @@ def _record(rest: str) -> Command | SyntaxFlaw:
         return SyntaxFlaw(
             "expected save: what the daemon's flight recorder has goes to a file there", 0
         )
-    return Record(0)
+    return admin.Record(0)
 
 
 def _refs(kind: str) -> Callable[[CommandChoices], Iterable[str]]:
@@ -203,14 +216,20 @@ def _refs(kind: str) -> Callable[[CommandChoices], Iterable[str]]:
 
 RULES: tuple[CommandRule, ...] = (
     *(CommandRule(page, f"show the page {page}", _nothing(f"go({page!r})")) for page in PAGES),
-    CommandRule("help", "show the page help", _nothing("help")),
+    CommandRule("help", "show the keys", _nothing("help")),
     *(
         CommandRule(f"{kind} N", f"open a {kind}", _numbered(kind), choices=_refs(kind))
         for kind in ("lease", "node", "room", "client")
     ),
     CommandRule("page [COMPONENT:]N", "open a page", _page, choices=_refs("page")),
     CommandRule("peer NAME", "open a peer", _peer, choices=_refs("peer")),
-    CommandRule("open REF", "open it: lease:7, receive:3", _ref, choices=lambda now: now.refs),
+    *(
+        CommandRule(f"{word} REF", words, _ref, choices=lambda now: now.refs)
+        for word, words in (
+            ("open", "open it: lease:7, receive:3"),
+            ("why", "who holds it, why, since when: lease:7, lease 7, page 17, peer NAME"),
+        )
+    ),
     CommandRule(
         "filter [TEXT]",
         "show only rows like this; nothing: all",
@@ -223,7 +242,6 @@ RULES: tuple[CommandRule, ...] = (
         _sort,
         choices=lambda now: [*now.columns, *(f"-{name}" for name in now.columns)],
     ),
-    CommandRule("set fps N", "paint N times a second", _set, choices=lambda _: ("fps",)),
     CommandRule(
         "theme [NAME]",
         "other colours",
@@ -245,8 +263,16 @@ RULES: tuple[CommandRule, ...] = (
         choices=lambda now: ["room", *(f"room {number}" for number in _refs("room")(now))],
         needs="write",
     ),
-    CommandRule("fence", "restart the transfer process", _nothing(Fence(0)), needs="write"),
-    CommandRule("audit", "check every invariant now", _nothing(Audit(0))),
+    CommandRule("drain [REASON]", "begin nothing new, end what runs", _drain, needs="write"),
+    CommandRule(
+        "epoch [NAMESPACE]",
+        "new weights: what is cached in it is never found again",
+        lambda rest: admin.RaiseEpoch(0, rest),
+        needs="write",
+    ),
+    CommandRule("undrain", "serve again", _nothing(admin.Undrain(0)), needs="write"),
+    CommandRule("fence", "restart the transfer process", _nothing(admin.Fence(0)), needs="write"),
+    CommandRule("audit", "check every invariant now", _nothing(admin.Audit(0))),
     CommandRule("record save", "save the flight recorder", _record, choices=lambda _: ("save",)),
     CommandRule("q", "quit", _nothing("quit")),
     CommandRule("quit", "quit", _nothing("quit")),

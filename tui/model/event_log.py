@@ -1,7 +1,6 @@
 """Events as a console keeps them: the last two thousand, with the gaps between them said.
 
-A log never changes: adding makes a new one that shares what it can, so that every snapshot that is
-kept has the events as they were then for next to nothing.
+A log never changes, so that a screen that stands still has the events as they were then.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from kvd.text import clean
 from kvd.wire.events import Event
 from tui.draw.spans import Style
 from tui.model import event_words
-from tui.model.event_words import refs_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 
 
 MAX_ITEMS = 2000
-CHUNK_ITEMS = 64
 
 
 class EventGap(msgspec.Struct, frozen=True):
@@ -49,57 +46,15 @@ def log_slot(query: EventQuery) -> EventQuery:
     return msgspec.structs.replace(query, after=0, limit=0)
 
 
-def only(log: Log, slot: EventQuery) -> Log:
-    """The events that ``slot`` asks for; gaps stay, as what is in them is not known."""
-    kinds, about = set(slot.kinds), slot.about
-    items = [
-        item
-        for item in log.items()
-        if isinstance(item, EventGap)
-        or (
-            (not kinds or item.__struct_config__.tag in kinds)
-            and (not about or about in refs_of(item))
-        )
-    ]
-    return Log().add(items, log.last_seq)
-
-
 class Log(msgspec.Struct, frozen=True):
     """Oldest first. ``last_seq`` is how far the daemon's events were looked through."""
 
-    chunks: tuple[tuple[Item, ...], ...] = ()
+    items: tuple[Item, ...] = ()
     last_seq: int = 0
-
-    def __len__(self) -> int:
-        return sum(len(chunk) for chunk in self.chunks)
-
-    def items(self) -> list[Item]:
-        """Everything that is kept."""
-        return [item for chunk in self.chunks for item in chunk]
-
-    def tail(self, count: int) -> list[Item]:
-        """The last ``count``."""
-        found: list[Item] = []
-        for chunk in reversed(self.chunks):
-            if len(found) >= count:
-                break
-            found[:0] = chunk
-        return found[-count:] if count > 0 else []
 
     def add(self, items: Iterable[Item], last_seq: int) -> Log:
         """The log with ``items`` at its end, and without the oldest beyond ``MAX_ITEMS``."""
-        chunks = list(self.chunks)
-        for item in items:
-            if chunks and len(chunks[-1]) < CHUNK_ITEMS:
-                chunks[-1] = (*chunks[-1], item)
-            else:
-                chunks.append((item,))
-        count = sum(len(chunk) for chunk in chunks)
-        while chunks and count - len(chunks[0]) >= MAX_ITEMS:
-            count -= len(chunks.pop(0))
-        if count > MAX_ITEMS:
-            chunks[0] = chunks[0][count - MAX_ITEMS :]
-        return Log(tuple(chunks), max(last_seq, self.last_seq))
+        return Log((*self.items, *items)[-MAX_ITEMS:], max(last_seq, self.last_seq))
 
 
 class ToldByPeer(msgspec.Struct, frozen=True):
@@ -206,55 +161,33 @@ def restarts_of(notices: Iterable[Notice], heard_s: float, vitals: Vitals | None
     return [*made[:-1], msgspec.structs.replace(made[-1], at_s=vitals.started_s)] if made else []
 
 
-_Made = tuple[tuple[Item, ...], list["Entry"]]
-"""A chunk of a log, and the entries made of it."""
-
-
 class LogEntries:
-    """Makes entries of logs, of those events that pass ``filters``; gaps always do."""
+    """Makes entries of logs, of those events that pass ``filters``, each once; gaps always do."""
 
     def __init__(self) -> None:
         self.filters: tuple[Filter, ...] = ()
-        self._made: dict[int, _Made] = {}
-        self._last: _Made = ((), [])
+        self._made: dict[int, Entry | None] = {}
         self._for: tuple[Filter, ...] = ()
 
     def entries(self, log: Log, now_s: float, more: Sequence[Entry] = ()) -> list[Entry]:
         """The lines of a log; ``more`` are put where they belong in time."""
         if self.filters != self._for or any(condition.column == "at" for condition in self.filters):
-            self._for, self._made, self._last = self.filters, {}, ((), [])
-        known, last = self._made, self._last
-        self._made = {}
+            self._for, self._made = self.filters, {}
+        known, self._made = self._made, {}
         made: list[Entry] = []
-        for chunk in log.chunks:
-            have = known.get(id(chunk))
-            if have is None or have[0] is not chunk:
-                have = (chunk, self._grown(chunk, last, now_s))
-            self._made[id(chunk)] = self._last = have
-            made += have[1]
+        events = [item for item in log.items if not isinstance(item, EventGap)]
+        at_s = events[-1].at_s if events else now_s
+        for item in reversed(log.items):
+            if isinstance(item, EventGap):  # as late as what came after it
+                made.append(Entry(at_s, f"gap:{item.before_seq}:{at_s}", item))
+                continue
+            at_s, entry = item.at_s, known.get(item.seq)
+            if entry is None and item.seq not in known and self._passes(item, now_s):
+                entry = Entry(at_s, event_words.key_of(item), item)
+            self._made[item.seq] = entry
+            made += [entry] if entry is not None else []
+        made.reverse()
         return list(heapq.merge(more, made, key=_when)) if more else made
-
-    def _grown(self, chunk: tuple[Item, ...], last: _Made, now_s: float) -> list[Entry]:
-        """Entries of a chunk; of one that is the last one with more at its end, only of that."""
-        before, made = last
-        if before and chunk[: len(before)] == before:
-            return made + self._of(chunk[len(before) :], now_s)
-        return self._of(chunk, now_s)
-
-    def _of(self, chunk: Sequence[Item], now_s: float) -> list[Entry]:
-        made: list[Entry] = []
-        at_s = next((item.at_s for item in chunk if not isinstance(item, EventGap)), now_s)
-        for place, item in enumerate(chunk):
-            match item:
-                case EventGap():
-                    after = chunk[place + 1 : place + 2]
-                    at_s = next((e.at_s for e in after if not isinstance(e, EventGap)), at_s)
-                    made.append(Entry(at_s, f"gap:{item.before_seq}:{at_s}", item))
-                case _:
-                    at_s = item.at_s
-                    if self._passes(item, now_s):
-                        made.append(Entry(at_s, event_words.key_of(item), item))
-        return made
 
     def _passes(self, event: Event, now_s: float) -> bool:
         if not self.filters:

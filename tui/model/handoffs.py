@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.errors import Refusal
-from kvd.text import bytes_per_second, clean, compact_bytes, lasting
+from kvd.text import age, bytes_per_second, clean, compact_bytes, lasting
 from kvd.wire.admin import Because, Mark, OtherEnd
 from kvd.wire.console import Column
 from tui.draw.chart import EIGHTHS
-from tui.draw.phases import STYLES, HandoffEnd
+from tui.draw.phases import ASKED, STYLES, HandoffEnd
 from tui.model import cells
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ COLUMNS = (
 )
 """What is made here; the rest is the daemon's."""
 FIRST = (
-    *("state", "peer", "progress", "done", "rate", "eta", "since", "until", "room", "path"),
-    *("moved", "waiting_for", "owner", "client", "lease"),
+    *("room", "state", "peer", "waiting_for", "progress", "done", "rate", "eta", "since", "until"),
+    *("moved", "owner", "client", "lease", "path"),
 )
 MATTERS = (
-    *("state", "peer", "progress", "room", "since", "until", "rate", "done", "eta"),
-    *("waiting_for", "path", "owner", "moved", "lease", "client"),
+    *("room", "state", "peer", "waiting_for", "progress", "since", "until", "rate", "eta"),
+    *("done", "owner", "moved", "path", "lease", "client"),
 )
 """Which of them stay longest where there is little room."""
 HIDDEN = ("side", "done_bytes", "total_bytes", "ended")
@@ -61,6 +61,7 @@ LETTERS = {
     "settled": "T",
     "delivered": "+",
     "failed": "!",
+    "kept": "K",
 }
 """Of a state; any other has a question mark."""
 ENDED = {"delivered", "failed"}
@@ -84,9 +85,21 @@ def made(row: NamedRow, rates: RowRates) -> tuple[Cell, ...]:
 
 def state(row: NamedRow) -> tuple[str, Style]:
     """A letter, the word, and the style of the phase."""
-    word = row.text("state")
-    style: Style = {"delivered": "ok", "failed": "bad"}.get(word) or STYLES.get(word, "dim")  # type: ignore[assignment]
-    return f"{LETTERS.get(word, '?')} {clean(word)}", style
+    words = row.text("state")
+    word = words.partition(" ")[0]
+    style: Style = {"failed": "bad"}.get(word) or STYLES.get(word, "dim")  # type: ignore[assignment]
+    return f"{LETTERS.get(word, '?')} {clean(words)}", style
+
+
+def until(row: NamedRow) -> tuple[str, Style]:
+    """When it is given up; one that is kept on purpose ends then."""
+    until_s = row.number("until")
+    if until_s is None:
+        return cells.NOTHING, "dim"
+    left_s = until_s - row.at_s
+    if row.text("state").startswith("kept "):
+        return f"ends in {age(left_s)}", "plain"
+    return cells.show(until_s, "until", row.at_s, 12)
 
 
 def peer(row: NamedRow) -> tuple[str, Style]:
@@ -98,7 +111,7 @@ def peer(row: NamedRow) -> tuple[str, Style]:
 def progress(row: NamedRow, columns: int) -> tuple[str, Style]:
     """A bar of so many columns with its share."""
     share = row.number("progress")
-    if share is None:
+    if share is None or row.text("state") in ENDED:
         return "-".rjust(columns + 5), "dim"
     eighths = int(share * columns * 8)
     full, rest = divmod(eighths, 8)
@@ -149,6 +162,7 @@ PAINTERS: dict[str, Callable[[NamedRow], tuple[str, Style]]] = {
     "rate": rate,
     "eta": eta,
     "waiting_for": waiting_for,
+    "until": until,
 }
 """How cells look, by their columns; the bar is as long as the page has room."""
 
@@ -233,7 +247,7 @@ def _others(story: HandoffStory, row: NamedRow, peer: str, now_s: float) -> tupl
     side = OTHER_SIDE.get(row.text("side"), "?")
     match story.there:
         case None:
-            trouble = "asked; no answer yet" if peer else "nobody yet"
+            trouble = ASKED if peer else "nobody yet"
             if row.text("state") in ENDED:
                 trouble = "not asked: it has ended"
             return (HandoffEnd(peer or UNNAMED, side, "", (), "", trouble),)
@@ -241,16 +255,8 @@ def _others(story: HandoffStory, row: NamedRow, peer: str, now_s: float) -> tupl
             return (HandoffEnd(peer or UNNAMED, side, "", (), "", message),)
         case StoryAnswer(at_s=at_s, answer=tuple() as found):
             if not found:
-                return (
-                    HandoffEnd(
-                        peer or UNNAMED,
-                        side,
-                        "",
-                        (),
-                        "",
-                        "this daemon tells of no other end",
-                    ),
-                )
+                none = "this daemon tells of no other end"
+                return (HandoffEnd(peer or UNNAMED, side, "", (), "", none),)
             return tuple(_other(end, now_s - at_s) for end in found)
         case _:
             return ()

@@ -235,7 +235,7 @@ class Mirror:
             heard_s,
             "restart",
             f"{who} has restarted: incarnation {before.incarnation[:8]} ended, "
-            f"{vitals.incarnation[:8]} is here; what was before can be seen by stepping back",
+            f"{vitals.incarnation[:8]} is here",
         )
         return True
 

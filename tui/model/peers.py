@@ -6,11 +6,10 @@ between two other nodes no daemon knows but they.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvd.text import bytes_per_second, clean
-from kvd.wire.console import Column
-from tui.draw import chart
+from kvd.wire.console import Column, Query
 from tui.model import cells
 from tui.model.rates import RowRates
 
@@ -20,35 +19,30 @@ if TYPE_CHECKING:
     from kvd.wire.console import Cell
     from tui.draw.spans import Style
     from tui.model.columns import NamedRow
+    from tui.model.tables import TableData
 
-TRACE_COLUMNS = 12
-"""Of a small chart in a row; each is ``TRACE_STEP_S``."""
-TRACE_STEP_S = 2.0
-
+ALL_PEERS = Query("peers", limit=200)
+"""Asked for with every frame: who goes to a chart sees what was before that, too."""
 COLUMNS = (
     Column("in", "bytes", "from it, of the last second, per second"),
-    Column("in_trace", "text", f"the same, {TRACE_STEP_S:.0f} s a column"),
     Column("out", "bytes", "to it, of the last second, per second"),
-    Column("out_trace", "text", f"the same, {TRACE_STEP_S:.0f} s a column"),
     Column("open", "text", "handoffs from it and to it that have not ended"),
     Column("path", "text", "what carries the bytes"),
 )
 """What is made here; the rest is the daemon's."""
 FIRST = (
-    *("state", "name", "in", "in_trace", "out", "out_trace", "open", "delivered", "failed"),
+    *("state", "name", "in", "out", "open", "delivered", "failed"),
     *("rtt", "posts", "heard", "path", "layout", "agent", "trouble"),
 )
 MATTERS = (
-    *("state", "name", "in", "out", "open", "failed", "rtt", "heard", "delivered", "in_trace"),
-    *("out_trace", "layout", "posts", "agent", "path", "trouble", "in_bytes", "out_bytes"),
+    *("state", "name", "in", "out", "open", "failed", "rtt", "heard", "delivered", "layout"),
+    *("posts", "agent", "path", "trouble", "in_bytes", "out_bytes"),
 )
 HIDDEN = ("receives", "sends")
 """Said by ``open``."""
 STANDS_FOR = {
     "in": "in_bytes",
-    "in_trace": "in_bytes",
     "out": "out_bytes",
-    "out_trace": "out_bytes",
     "open": "receives",
     "path": "name",
 }
@@ -65,49 +59,31 @@ SAME = "same"
 """What the daemon says of a layout like ours."""
 
 
-class ByteFlow(NamedTuple):
-    """What went one way between us and one peer: now, and lately, in bytes per second."""
-
-    now: float | None
-    lately: list[float]
-
-
 class TrafficRates:
     """Both ways of every peer."""
 
     def __init__(self) -> None:
         self.incoming = RowRates("in_bytes")
         self.outgoing = RowRates("out_bytes")
+        self._taken: TableData | None = None
 
-    def ways(
-        self, key: str, end_s: float, count: int = TRACE_COLUMNS, step_s: float = TRACE_STEP_S
-    ) -> tuple[ByteFlow, ByteFlow]:
-        """From this peer, and to it, as of then."""
-        incoming, outgoing = [
-            ByteFlow(
-                rates.rate(key, end_s), rates.per_second(key, count, step_s=step_s, end_s=end_s)
-            )
-            for rates in (self.incoming, self.outgoing)
-        ]
-        return incoming, outgoing
+    def take(self, data: TableData | None) -> None:
+        """Remember the counters of a table of all peers, unless it is the last one."""
+        if data is not None and data is not self._taken:
+            self._taken = data
+            self.incoming.take(data)
+            self.outgoing.take(data)
 
     def made(self, row: NamedRow, path: str) -> tuple[Cell, ...]:
         """The cells of ``COLUMNS``."""
-        incoming, outgoing = self.ways(row.row.key, row.at_s)
+        key, end_s = row.row.key, row.at_s
         receives, sends = row.number("receives"), row.number("sends")
         return (
-            incoming.now,
-            trace(incoming),
-            outgoing.now,
-            trace(outgoing),
+            self.incoming.rate(key, end_s),
+            self.outgoing.rate(key, end_s),
             f"←{receives or 0:.0f} →{sends or 0:.0f}",
             path,
         )
-
-
-def trace(way: ByteFlow) -> str:
-    """Lately, a step a column."""
-    return chart.spark(way.lately, TRACE_COLUMNS).text
 
 
 def state(row: NamedRow) -> tuple[str, Style]:
@@ -143,9 +119,7 @@ def _rate(found: float | None, style: Style) -> tuple[str, Style]:
 PAINTERS: dict[str, Callable[[NamedRow], tuple[str, Style]]] = {
     "state": state,
     "in": lambda row: _rate(row.number("in"), "arriving"),
-    "in_trace": lambda row: (row.text("in_trace"), "arriving"),
     "out": lambda row: _rate(row.number("out"), "sending"),
-    "out_trace": lambda row: (row.text("out_trace"), "sending"),
     "layout": layout,
     "failed": failed,
     "trouble": trouble,

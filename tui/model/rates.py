@@ -1,7 +1,7 @@
 """Counters into figures per second, by the daemon's own clock.
 
 A frame may come late or twice; the daemon's clock in it says over which time a counter grew. One
-point is kept per ``STEP_S``, so ten minutes cost the same at one frame a second as at twenty.
+point is kept per ``STEP_S``: an hour's quarter costs the same at one frame a second as at twenty.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from kvd.wire.console import Vitals
     from tui.model.tables import TableData
 
-STEP_S = 0.25
-MAX_POINTS = 2400
-"""Ten minutes."""
+HOLE_S = 3.0
+"""Between two points that are so far apart nobody knows, if most come more often."""
+STEP_S = 1.0
+MAX_POINTS = 900
+"""A quarter of an hour."""
 
 COUNTERS = (
     *Totals.__struct_fields__,
@@ -46,7 +48,7 @@ class Point(NamedTuple):
 
 
 class NodeRates:
-    """The last ten minutes of a daemon's head, for charts.
+    """The last quarter of an hour of a daemon's head, for charts.
 
     ``end_s``: only what was before it, for a screen that stands still.
     """
@@ -83,16 +85,19 @@ class NodeRates:
             return [0.0] * len(names), 0.0
         end = points[-1]
         start_s = max(points[0].at_s, end.at_s - over_s)
-        grown = [end.counters[_AT[name]] - _value_at(points, _AT[name], start_s) for name in names]
+        start = [_value_at(points, _AT[name], start_s, float("inf")) for name in names]
+        grown = [
+            end.counters[_AT[name]] - (was or 0.0) for name, was in zip(names, start, strict=True)
+        ]
         return [max(0.0, growth) for growth in grown], max(0.0, end.at_s - start_s)
 
     def per_second(
         self, name: str, count: int, *, step_s: float = 1.0, end_s: float | None = None
-    ) -> list[float]:
+    ) -> list[float | None]:
         """The last ``count`` steps of a counter, each as growth per second, the latest last.
 
-        Fewer where less is known. Steps begin at multiples of ``step_s``: a chart of them moves by
-        whole columns.
+        Fewer where less is known; None while nobody watched. Steps begin at multiples of
+        ``step_s``: a chart of them moves by whole columns.
         """
         return _growth(_until(self._points, end_s), _AT[name], count, step_s)
 
@@ -100,13 +105,12 @@ class NodeRates:
 class RowRates:
     """How fast one column grows in each row of a table, per second: bytes of a handoff.
 
-    What was is kept for ``keep_s``. ``end_s``: as of then, for a screen that stands still.
+    ``end_s``: as of then, for a screen that stands still.
     """
 
-    def __init__(self, column: str, over_s: float = 1.0, keep_s: float = 90.0) -> None:
+    def __init__(self, column: str, over_s: float = 1.0) -> None:
         self._column = column
         self._over_s = over_s
-        self._keep_s = keep_s
         self._seen: dict[str, deque[Point]] = {}
 
     def take(self, data: TableData) -> None:
@@ -118,10 +122,8 @@ class RowRates:
             if isinstance(cell, int | float):
                 points = self._seen.get(key)
                 if points is None or cell < points[-1].counters[0]:
-                    points = deque()
+                    points = deque(maxlen=MAX_POINTS)
                 _add(points, Point(data.at_s, (cell,)))
-                while len(points) > 2 and points[1].at_s <= data.at_s - self._keep_s:
-                    points.popleft()
                 seen[key] = points
         self._seen = seen
 
@@ -137,7 +139,7 @@ class RowRates:
 
     def per_second(
         self, key: str, count: int, *, step_s: float = 1.0, end_s: float | None = None
-    ) -> list[float]:
+    ) -> list[float | None]:
         """The last ``count`` steps, as those of ``NodeRates``."""
         return _growth(_until(self._seen.get(key, ()), end_s), 0, count, step_s)
 
@@ -159,18 +161,26 @@ def _when(point: Point) -> float:
     return point.at_s
 
 
-def _growth(points: list[Point], which: int, count: int, step_s: float) -> list[float]:
-    """What a counter grew by in each of the last ``count`` whole steps, per second."""
+def _growth(points: list[Point], which: int, count: int, step_s: float) -> list[float | None]:
+    """What a counter grew by in each of the last ``count`` whole steps, per second.
+
+    None where an end of the step is in a hole: a line through it would be an invention.
+    """
     if len(points) < 2:
         return []
     last = int(points[-1].at_s // step_s)
     first = max(last - count, -int(-points[0].at_s // step_s))
-    values = [_value_at(points, which, edge * step_s) for edge in range(first, last + 1)]
-    return [max(0.0, right - left) / step_s for left, right in itertools.pairwise(values)]
+    usual_s = (points[-1].at_s - points[0].at_s) / (len(points) - 1)
+    hole_s = max(HOLE_S, 2.5 * usual_s)
+    values = [_value_at(points, which, edge * step_s, hole_s) for edge in range(first, last + 1)]
+    return [
+        None if left is None or right is None else max(0.0, right - left) / step_s
+        for left, right in itertools.pairwise(values)
+    ]
 
 
-def _value_at(points: list[Point], which: int, at_s: float) -> float:
-    """A counter at a moment between two points: on the line between them."""
+def _value_at(points: list[Point], which: int, at_s: float, hole_s: float) -> float | None:
+    """A counter at a moment between two points: on the line between them, if they are close."""
     after = bisect_left(points, at_s, key=_when)
     if after >= len(points):
         return points[-1].counters[which]
@@ -178,5 +188,7 @@ def _value_at(points: list[Point], which: int, at_s: float) -> float:
     if after == 0 or right.at_s == at_s:
         return right.counters[which]
     left = points[after - 1]
+    if right.at_s - left.at_s > hole_s:
+        return None
     share = (at_s - left.at_s) / (right.at_s - left.at_s)
     return left.counters[which] + share * (right.counters[which] - left.counters[which])

@@ -1,26 +1,29 @@
-"""What was: every frame leaves a picture, and the last minutes of them can be walked through.
+"""What was: the newest picture, the one that a frozen screen shows, and what to compare with.
 
-A frozen screen shows one of them while collecting goes on. Bounded by count and by what the
-pictures weigh; a picture weighs only what it does not share with the one before it.
+Every ``MARK_S`` the figures of a picture are kept, for a quarter of an hour; the rows are not.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.text import compact, compact_bytes
 from kvd.wire.console import EventQuery, MapQuery, PageMap, Query, Vitals
-from tui.model.event_log import Log, log_slot, only
-from tui.model.tables import TableData, derive, regrid, slot_of
+from tui.model.event_log import Log, log_slot
+from tui.model.tables import TableData, slot_of
 
-MAX_MOMENTS = 600
-MAX_WEIGHT_BYTES = 32 * 2**20
-CELL_BYTES = 64
-"""What a cell of a row takes, about: a short string, or a float and its place."""
-MOMENT_BYTES = 2048
-"""And a picture in which nothing changed."""
+if TYPE_CHECKING:
+    from kvd.wire.console import Cell
+
+MARK_S = 10.0
+MAX_MARKS = 91
+"""Of a quarter of an hour."""
+FRESH_S = 2.0
+"""A table is of the time of a picture if it is not older."""
 
 
 class DaemonSnapshot(msgspec.Struct, frozen=True):
@@ -42,45 +45,20 @@ class DaemonSnapshot(msgspec.Struct, frozen=True):
         return self.vitals.at_s if self.vitals is not None else 0.0
 
     def table(self, query: Query) -> TableData | None:
-        """The answer to ``query``; else the best that can be made of another of that view.
-
-        What is made here says so in its ``note``. None where nothing of that view is here.
-        """
+        """The answer to ``query``, whatever its asker has; None where none is here."""
         slot = slot_of(query)
         assert isinstance(slot, Query)
-        exact = self.tables.get(slot)
-        if exact is not None:
-            return exact
-        alike = [
-            table for table in self.tables.values() if table.view == slot.view and table.columns
-        ]
-        return derive(alike, slot, self.now_s) if alike else None
+        return self.tables.get(slot)
 
     def page_map(self, query: MapQuery) -> PageMap | None:
-        """The answer to ``query``; else the same by the same lens in another grid; or None."""
+        """The answer to ``query``; or None."""
         slot = slot_of(query)
         assert isinstance(slot, MapQuery)
-        exact = self.maps.get(slot)
-        if exact is not None:
-            return exact
-        alike = [
-            page_map
-            for was, page_map in self.maps.items()
-            if _is_alike(was, slot, page_map) and page_map.cells
-        ]
-        return regrid(min(alike, key=lambda page_map: page_map.pages_each), slot) if alike else None
+        return self.maps.get(slot)
 
     def log(self, query: EventQuery) -> Log:
-        """The events that ``query`` asked for, as far as they were kept.
-
-        What was not asked for by itself is found among all events, if those were.
-        """
-        slot = log_slot(query)
-        exact = self.logs.get(slot)
-        if exact is not None:
-            return exact
-        everything = self.logs.get(EventQuery(0, 0))
-        return only(everything, slot) if everything is not None else Log()
+        """The events that ``query`` asked for, as far as they were kept."""
+        return self.logs.get(log_slot(query), Log())
 
 
 NOTHING = DaemonSnapshot(heard_s=0.0, vitals=None, tables={}, maps={}, logs={})
@@ -88,21 +66,13 @@ NOTHING = DaemonSnapshot(heard_s=0.0, vitals=None, tables={}, maps={}, logs={})
 
 
 class SnapshotHistory:
-    """The ring of pictures, and which one is shown: the newest, or the one it was frozen at."""
+    """Which picture is shown: the newest, or the one it was frozen at; and marks of what was."""
 
-    def __init__(
-        self, max_moments: int = MAX_MOMENTS, max_weight_bytes: int = MAX_WEIGHT_BYTES
-    ) -> None:
-        self._max_moments = max_moments
-        self._max_weight_bytes = max_weight_bytes
-        self._ring: deque[DaemonSnapshot] = deque()
-        self._weights: deque[int] = deque()
-        self.weight_bytes = 0
+    def __init__(self) -> None:
+        self.newest = NOTHING
+        """The last one that was added."""
         self._frozen: DaemonSnapshot | None = None
-        self._at = 0
-
-    def __len__(self) -> int:
-        return len(self._ring)
+        self._marks: deque[DaemonSnapshot] = deque(maxlen=MAX_MARKS)
 
     @property
     def is_frozen(self) -> bool:
@@ -110,13 +80,8 @@ class SnapshotHistory:
         return self._frozen is not None
 
     @property
-    def newest(self) -> DaemonSnapshot:
-        """The last one that was added; ``NOTHING`` before any was."""
-        return self._ring[-1] if self._ring else NOTHING
-
-    @property
     def shown(self) -> DaemonSnapshot:
-        """What is to be painted. A frozen picture stays, even when the ring has lost it."""
+        """What is to be painted."""
         return self._frozen if self._frozen is not None else self.newest
 
     @property
@@ -125,54 +90,83 @@ class SnapshotHistory:
         return max(0.0, self.newest.heard_s - self.shown.heard_s)
 
     def add(self, snapshot: DaemonSnapshot) -> None:
-        """Keep ``snapshot`` as the newest; the oldest go when they are too many or too heavy."""
-        weight = weight_bytes(self._ring[-1] if self._ring else NOTHING, snapshot)
-        self._ring.append(snapshot)
-        self._weights.append(weight)
-        self.weight_bytes += weight
-        while len(self._ring) > 1 and (
-            len(self._ring) > self._max_moments or self.weight_bytes > self._max_weight_bytes
-        ):
-            self._ring.popleft()
-            self.weight_bytes -= self._weights.popleft()
-            self._at = max(0, self._at - 1)
+        """Show ``snapshot`` from now on, unless the screen stands still."""
+        self.newest, now, marks = snapshot, snapshot.vitals, self._marks
+        was = marks[-1].vitals if marks else None
+        if now is None or (was is not None and was.incarnation != now.incarnation):
+            marks.clear()
+        elif was is None or now.at_s - was.at_s >= MARK_S:
+            pools = {slot: data for slot, data in snapshot.tables.items() if data.view == "pools"}
+            marks.append(msgspec.structs.replace(snapshot, tables=pools, maps={}, logs={}))
+
+    def ago(self, seconds: float) -> DaemonSnapshot:
+        """The figures of then, of this daemon; the oldest there are where that is later."""
+        until_s = self.newest.now_s - seconds
+        return next((mark for mark in self._marks if mark.now_s >= until_s), self.newest)
 
     def freeze(self) -> None:
         """Stand still at what is shown now."""
-        if self._frozen is None and self._ring:
-            self._at = len(self._ring) - 1
-            self._frozen = self._ring[-1]
+        if self._frozen is None and self.newest is not NOTHING:
+            self._frozen = self.newest
 
     def live(self) -> None:
         """Show the newest again."""
         self._frozen = None
 
-    def step(self, count: int) -> None:
-        """Freeze, and go ``count`` pictures on, back where negative; stops at both ends."""
-        if not self._ring:
-            return
-        self.freeze()
-        self._at = max(0, min(len(self._ring) - 1, self._at + count))
-        self._frozen = self._ring[self._at]
+
+def differences(before: DaemonSnapshot, after: DaemonSnapshot) -> list[str]:
+    """What has changed between two pictures: what was counted, what there is, and the pools."""
+    then, now = before.vitals, after.vitals
+    if then is None or now is None:
+        return []
+    made = []
+    for words, name in GROWN.items():
+        more = getattr(now.totals, name) - getattr(then.totals, name)
+        figure = compact_bytes(more) if name.endswith("_bytes") else compact(more)
+        made += [f"+{figure} {words}"] if more else []
+    for name, words in THERE.items():
+        made += _change(words, getattr(then, name), getattr(now, name))
+    was, pools = _pools(before), _pools(after)
+    if was is not None and pools is not None:
+        for key in pools.order:
+            component = pools.cell(key, "component")
+            for column, words in (("headroom", "can give"), ("held", "held"), ("cached", "cached")):
+                made += _change(
+                    f"{component} {words}", was.cell(key, column), pools.cell(key, column)
+                )
+    return made or ["nothing has changed"]
 
 
-def _is_alike(was: MapQuery, slot: MapQuery, page_map: PageMap) -> bool:
-    """Whether a map shows the component of ``slot`` by its lens, in whatever grid."""
-    same = slot.component in (was.component, page_map.component)
-    return same and was.lens == slot.lens
+def _pools(snapshot: DaemonSnapshot) -> TableData | None:
+    """The components, if they are of the time of the picture."""
+    found = [
+        data
+        for data in snapshot.tables.values()
+        if data.view == "pools" and snapshot.now_s - data.at_s < FRESH_S
+    ]
+    return found[-1] if found else None
 
 
-def weight_bytes(before: DaemonSnapshot, snapshot: DaemonSnapshot) -> int:
-    """What ``snapshot`` takes beyond what it shares with ``before``, about."""
-    weight = MOMENT_BYTES
-    for slot, data in snapshot.tables.items():
-        last = before.tables.get(slot)
-        if last is None or data.rows is not last.rows:
-            known = last.rows if last is not None else {}
-            fresh = [row for key, row in data.rows.items() if known.get(key) is not row]
-            weight += CELL_BYTES * (len(data.rows) // 4 + sum(len(row.cells) for row in fresh))
-    for map_slot, page_map in snapshot.maps.items():
-        was = before.maps.get(map_slot)
-        if page_map.cells is not None and (was is None or was.cells is not page_map.cells):
-            weight += len(page_map.cells)
-    return weight
+GROWN = {
+    "delivered": "handoffs_delivered",
+    "failed": "handoffs_failed",
+    "in": "received_bytes",
+    "out": "sent_bytes",
+    "evicted pages": "evicted_pages",
+}
+"""What is told of the counters."""
+THERE = {
+    "findings": "problems",
+    "rooms": "in flight",
+    "waiting": "waiting",
+    "clients": "engines",
+    "leases": "leases",
+    "peers_up": "peers up",
+}
+"""And of what there is."""
+
+
+def _change(words: str, then: Cell, now: Cell) -> list[str]:
+    if not isinstance(then, int) or not isinstance(now, int) or now == then:
+        return []
+    return [f"{words} {now} ({now - then:+d})"]

@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.filters import rank, row_passes
 from kvd.wire.console import Column, MapQuery, PageMap, Query, Table, TableRow
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kvd.wire.console import Cell
 
 
@@ -39,7 +36,6 @@ class TableData(msgspec.Struct, frozen=True):
 
     ``total`` rows pass the filters, of ``of``; ``at_s`` is as of when, on the daemon's clock.
     ``revision`` 0: the next ask is for all of it. ``trouble``: why the daemon has no such table.
-    ``note`` is not empty where the rows were filtered or sorted here, and says from what.
     """
 
     slot: Query
@@ -51,7 +47,6 @@ class TableData(msgspec.Struct, frozen=True):
     at_s: float
     revision: int
     trouble: str = ""
-    note: str = ""
 
     @property
     def view(self) -> str:
@@ -162,96 +157,3 @@ def _checked(page_map: PageMap) -> PageMap | BadAnswer:
     if any(not 0 <= at < len(cells) for at in page_map.lit):
         return BadAnswer(f"map of {page_map.component}: a cell is lit that there is not")
     return page_map
-
-
-def derive(tables: Sequence[TableData], slot: Query, now_s: float) -> TableData:
-    """The answer to ``slot`` as far as one of ``data`` has its rows; at least one.
-
-    The one that knows most is taken: of those whose filters ``slot`` has too, the one with the
-    most rows. ``total`` is what was found here; ``note`` says of how many.
-    """
-    wanted = set(slot.filters)
-    best = max(tables, key=lambda table: (set(table.slot.filters) <= wanted, len(table.order)))
-    rows = [
-        row
-        for row in best.listed()
-        if all(row_passes(condition, row, best.columns, now_s) for condition in slot.filters)
-    ]
-    if slot.sort and slot.sort != best.slot.sort:
-        rows = _sorted(rows, slot.sort, best)
-    shift = best.slot.first if _same_window(best.slot, slot) else 0
-    shown = rows[max(0, slot.first - shift) : max(0, slot.first + slot.limit - shift)]
-    return msgspec.structs.replace(
-        best,
-        slot=slot,
-        order=tuple(row.key for row in shown),
-        rows={row.key: row for row in shown},
-        total=best.total if set(best.slot.filters) == wanted else len(rows),
-        revision=0,
-        note=_note(best, slot),
-    )
-
-
-def _note(best: TableData, slot: Query) -> str:
-    """What is missing from a table that was made here; empty where nothing is."""
-    has_all = len(best.order) >= best.total
-    if has_all or (_same_window(best.slot, slot) and _covers(best.slot, slot)):
-        return ""
-    return f"of {len(best.order)} rows that are here; there were {best.total}"
-
-
-def _same_window(have: Query, want: Query) -> bool:
-    """Whether both are cut from the same rows in the same order."""
-    return (have.sort, set(have.filters), have.opened) == (
-        want.sort,
-        set(want.filters),
-        want.opened,
-    )
-
-
-def _covers(have: Query, want: Query) -> bool:
-    last = want.first + want.limit
-    return have.first <= want.first and last <= have.first + have.limit
-
-
-def _sorted(rows: list[TableRow], sort: str, data: TableData) -> list[TableRow]:
-    at = data.index(sort.removeprefix("-"))
-    if at < 0:
-        return rows
-    known = [row for row in rows if row.cells[at] is not None]
-    # A column of the daemon has texts or figures; one of whoever is not, may have both.
-    known.sort(
-        key=lambda row: (isinstance(row.cells[at], str), rank(row.cells[at])),
-        reverse=sort.startswith("-"),
-    )
-    return [*known, *(row for row in rows if row.cells[at] is None)]
-
-
-def regrid(page_map: PageMap, slot: MapQuery) -> PageMap:
-    """A map in the grid of ``slot``: the worst of the cells that a new one touches.
-
-    Where the grid is finer than what is here, neighbours look alike. ``lit`` goes with the
-    cells.
-    """
-    cells = page_map.cells or b""
-    here = [
-        _touched(page_map, slot.first_page + at * slot.pages_each, slot.pages_each)
-        for at in range(min(slot.cells, page_map.total_pages))
-        if slot.first_page + at * slot.pages_each < page_map.total_pages
-    ]
-    lit = set(page_map.lit)
-    return msgspec.structs.replace(
-        page_map,
-        revision=0,
-        first_page=slot.first_page,
-        pages_each=slot.pages_each,
-        cells=bytes(max(cells[pages.start : pages.stop], default=0) for pages in here),
-        lit=tuple(at for at, pages in enumerate(here) if not lit.isdisjoint(pages)) if lit else (),
-    )
-
-
-def _touched(page_map: PageMap, first_page: int, pages: int) -> range:
-    """Which cells of a map have some of these pages."""
-    first = first_page - page_map.first_page
-    each = page_map.pages_each
-    return range(max(0, first // each), max(0, -(-(first + pages) // each)))

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import msgspec
 from textual.binding import Binding
 from typing_extensions import override
 
-from kvd.wire.console import MAX_FILTERS, Filter
-from tui.draw import spans
-from tui.model import clients
+from kvd.text import clean, compact
+from kvd.wire.console import Column, Filter
+from tui.model import cells
 from tui.model.columns import ComputedColumns
 from tui.model.rates import RowRates
 from tui.screens.handoffs import show_handoffs
 from tui.screens.page import Page
-from tui.widgets.canvas import Canvas, wrap_words
 from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
@@ -24,19 +22,58 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.binding import BindingType
 
-    from kvd.wire.console import Cell, Query
-    from tui.draw.spans import Line
+    from kvd.wire.console import Cell
+    from tui.draw.spans import Style
     from tui.model.columns import NamedRow
     from tui.model.snapshots import DaemonSnapshot
 
 
-MOST_ADVICE_LINES = 3
+COLUMNS = (Column("calls_s", "count", "requests of the last seconds, per second"),)
+"""What is made here; the rest is the daemon's."""
+FIRST = ("name", "state", "pids", "held", "locked", "leases", "oldest", "calls_s")
+MATTERS = (
+    *("name", "state", "pids", "held", "leases", "oldest", "calls_s", "locked", "receives"),
+    *("sends", "since", "calls"),
+)
+STANDS_FOR = {"calls_s": "calls"}
+RATE_OVER_S = 2.0
+
+LEASE_COLUMNS = (
+    *("id", "state", "held", "since", "waiting_for", "holders", "room", "reason", "locked_node"),
+    *("locked", "row", "quarantined", "touched", "prompt_tokens", "prefix_tokens", "why"),
+)
+"""Columns of the leases of one client that stay longest; whose they are, the caption says."""
+LEASES_HIDDEN = ("owner", "client", "pid")
+
+LETTERS = {"alive": "+", "gone": "!", "partly gone": "~", "awaited": "?", "hung up on": "x"}
+STATES: dict[str, Style] = {
+    "alive": "ok",
+    "gone": "bad",
+    "partly gone": "warn",
+    "awaited": "warn",
+    "hung up on": "warn",
+}
+
+
+def state(row: NamedRow) -> tuple[str, Style]:
+    """A letter, the word, and its style."""
+    word = row.text("state")
+    return f"{LETTERS.get(word, '?')} {clean(word)}", STATES.get(word, "warn")
+
+
+def calls(row: NamedRow) -> tuple[str, Style]:
+    """Requests per second."""
+    found = row.number("calls_s")
+    if found is None:
+        return cells.NOTHING, "dim"
+    return f"{found:.1f}" if found < 100 else compact(round(found)), "plain"
 
 
 class ClientsPage(Page):
-    """Clients above; below what can be done about the one under the cursor, and its leases.
+    """Clients above, the leases of the one under the cursor below.
 
-    Nothing here takes pages away: kvd never does that to a process that handoffs.
+    Nothing here takes pages away: kvd never does that to a process that lives. What is to be done
+    about one that is gone is among the problems.
     """
 
     NAME = "clients"
@@ -46,30 +83,26 @@ class ClientsPage(Page):
 
     DEFAULT_CSS = """
     ClientsPage > #table-clients { height: 40%; min-height: 5; }
-    ClientsPage > #advice { height: 3; }
     ClientsPage > #table-leases { height: 1fr; }
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._rates = RowRates("calls", clients.RATE_OVER_S)
+        self._rates = RowRates("calls", RATE_OVER_S)
         self._owner = ""
-        self._pinned = ""
-        """A lease that was gone to from elsewhere, until the cursor moves to another client."""
 
     @override
     def compose(self) -> ComposeResult:
         yield WindowedTable(
             "clients",
-            computed=ComputedColumns(clients.COLUMNS, self._made, clients.FIRST),
-            painters={"state": clients.state, "calls_s": clients.calls},
+            computed=ComputedColumns(COLUMNS, self._made, FIRST),
+            painters={"state": state, "calls_s": calls},
             sort="name",
-            rules=ColumnRules(clients.MATTERS),
-            stands_for=clients.STANDS_FOR,
+            rules=ColumnRules(MATTERS),
+            stands_for=STANDS_FOR,
             rates=(self._rates,),
         )
-        yield Canvas(id="advice")
-        yield OwnedLeases("leases", rules=ColumnRules(clients.LEASES, clients.LEASES_HIDDEN))
+        yield WindowedTable("leases", rules=ColumnRules(LEASE_COLUMNS, LEASES_HIDDEN))
 
     @property
     def clients(self) -> WindowedTable:
@@ -77,12 +110,12 @@ class ClientsPage(Page):
         return self.query_one("#table-clients", WindowedTable)
 
     @property
-    def leases(self) -> OwnedLeases:
+    def leases(self) -> WindowedTable:
         """What the one under the cursor holds."""
-        return self.query_one("#table-leases", OwnedLeases)
+        return self.query_one("#table-leases", WindowedTable)
 
     def _made(self, row: NamedRow) -> tuple[Cell, ...]:
-        return clients.made(row, self._rates)
+        return (self._rates.rate(row.row.key, row.at_s),)
 
     @override
     def show(self, snapshot: DaemonSnapshot) -> None:
@@ -92,20 +125,15 @@ class ClientsPage(Page):
         self._follow()
         if self.leases.display:
             self.leases.show(snapshot)
-        advice = self.query_one("#advice", Canvas)
-        if advice.display and advice.size.width:
-            advice.paint(self._advice(snapshot.now_s, advice.size.width))
 
     def _follow(self) -> None:
         """Show the leases of the client under the cursor."""
         ref = self.clients.chosen()
         if ref != self._owner:
-            self._pinned = "" if self._owner else self._pinned
+            if self._owner:
+                self.leases.pin("")
             self._owner = ref
-        if self._pinned:
-            number = float(self._pinned.partition(":")[2])
-            self.leases.restrict((Filter("id", "is", number),), self._pinned)
-        elif ref:
+        if ref:
             name = self._owned_by()
             self.leases.restrict((Filter("client", "is", ref),), f"leases of {name}")
         else:
@@ -116,48 +144,10 @@ class ClientsPage(Page):
         name = row.text("name") if row is not None else ""
         return f"{name} ({self._owner})" if name else self._owner
 
-    def _advice(self, now_s: float, width: int) -> list[Line]:
-        row = self.clients.named_row()
-        if row is None:
-            return []
-        words = wrap_words(clients.advice(row, now_s), width - 4)
-        style: spans.Style = "plain" if row.text("state") == "alive" else "warn"
-        return [
-            (spans.Styled("  "), spans.cleaned(part, style)) for part in words[:MOST_ADVICE_LINES]
-        ]
-
     async def action_handoffs(self) -> None:
         """Go to the handoffs of the one under the cursor."""
         await show_handoffs(self, "client", self.clients.chosen())
 
     @override
-    def seek(self, ref: str) -> bool:
-        """A lease that is not in sight is asked for alone."""
-        if super().seek(ref):
-            return True
-        kind, _, number = ref.partition(":")
-        if kind != "lease" or not number.isdecimal():
-            return False
-        self._pinned = ref
-        self._follow()
-        self.activate(self.leases)
-        return True
-
-
-class OwnedLeases(WindowedTable):
-    """``restrict`` says whose; the filter of the operator comes on top."""
-
-    _only: tuple[Filter, ...] = ()
-
-    @override
-    def asks(self) -> Query:
-        asked = super().asks()
-        return msgspec.structs.replace(asked, filters=(*self._only, *asked.filters)[:MAX_FILTERS])
-
-    def restrict(self, only: tuple[Filter, ...], title: str) -> None:
-        """Show only these, from the top."""
-        self.title = title
-        if only != self._only:
-            self._only = only
-            self._first = self._cursor = 0
-            self._is_following = False
+    def table_of(self, kind: str) -> WindowedTable:
+        return self.leases if kind == "lease" else self.clients

@@ -42,8 +42,8 @@ THERE_S = 1.0
 class EventsPage(Page):
     """Every event as one line, the newest at the bottom.
 
-    Kinds are left out by the daemon, words here. ``correlate`` leaves only what is about the same
-    thing as the line under the cursor; about a room, with what the other end tells of it.
+    Kinds are left out by the daemon, words here. What is about one thing alone has, if that is a
+    room, what the other end tells of it.
     """
 
     NAME = "events"
@@ -52,10 +52,9 @@ class EventsPage(Page):
     CAN_MOVE = True
     CAN_FILTER = True
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("f", "follow", "follow", tooltip="the newest, or stay"),
-        Binding("c", "correlate", "same",
-            tooltip="only events about the same; again: about the next that it names"),
-    ]  # fmt: skip
+        Binding("i", "app.events_of", "about", tooltip="only events about the same, of both ends"),
+        Binding("f", "end", "follow", tooltip="the newest"),
+    ]
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +65,6 @@ class EventsPage(Page):
         self._book = LogEntries()
         self._told: list[Entry] = []
         self._snapshot: DaemonSnapshot | None = None
-        self._record: tuple[TableRow, tuple[Column, ...]] | None = None
 
     @override
     def compose(self) -> ComposeResult:
@@ -113,25 +111,17 @@ class EventsPage(Page):
 
     @override
     def row(self, ref: str) -> tuple[TableRow | None, tuple[Column, ...]]:
-        """The record of an event that is here; of the last one also when it no longer is."""
+        """The record of an event that is here."""
         event = self._event(ref)
-        if event is not None:
-            self._record = event_words.record_of(event)
-        if self._record is None or self._record[0].key != ref:
-            return None, ()
-        return self._record
+        return event_words.record_of(event) if event is not None else (None, ())
 
     def _event(self, ref: str) -> Event | None:
         kind, _, number = ref.partition(":")
         if kind != "event" or self._snapshot is None or not number.isdecimal():
             return None
         wanted = int(number)
-        for log in self._snapshot.logs.values():
-            for chunk in reversed(log.chunks):
-                for event in chunk:
-                    if not isinstance(event, EventGap) and event.seq == wanted:
-                        return event
-        return None
+        found = (item for log in self._snapshot.logs.values() for item in log.items)
+        return next((e for e in found if not isinstance(e, EventGap) and e.seq == wanted), None)
 
     @override
     def seek(self, ref: str) -> bool:
@@ -160,23 +150,6 @@ class EventsPage(Page):
         self._text, self._book.filters = text, found
         self._kinds = event_words.kinds_for(found)
         self._reshow()
-
-    def action_correlate(self) -> None:
-        """Only what is about the same; again: the next thing that the line names, then all."""
-        entry = self.log_lines.entry
-        item = entry.item if entry is not None else None
-        refs: tuple[str, ...] = ()
-        if not isinstance(item, event_log.ToldByPeer | event_log.Restart | EventGap | None):
-            refs = event_words.refs_of(item)
-        if self.about in refs:
-            at = refs.index(self.about) + 1
-            self._narrow(refs[at] if at < len(refs) else "")
-        elif refs:
-            self._narrow(refs[0])
-        elif self.about:
-            self._narrow("")
-        else:
-            console(self).say("it names nothing that others could be about too")
 
     def _narrow(self, about: str) -> None:
         self.about, self._told = about, []
@@ -228,10 +201,6 @@ class EventsPage(Page):
     def action_end(self) -> None:
         self.log_lines.follow(is_wanted=True)
 
-    def action_follow(self) -> None:
-        """Follow the newest, or stay."""
-        self.log_lines.follow(is_wanted=not self.log_lines.is_following)
-
     def on_event_log_view_opened(self) -> None:
         """A line was clicked twice."""
         if self.chosen():
@@ -240,7 +209,6 @@ class EventsPage(Page):
 
 HEAD_LINES = 1
 AGE_COLUMNS = 7
-CLOCK_COLUMNS = 11
 KIND_COLUMNS = 17
 MAX_WORDS = 512
 """Lines that are kept in words: more than any terminal shows."""
@@ -340,7 +308,8 @@ class EventLogView(Canvas):
     def _line(self, entry: Entry, width: int, *, is_chosen: bool) -> Line:
         told = self._told(entry)
         ago = age(self._now_s - entry.at_s)
-        when = f"{spans.right(ago, AGE_COLUMNS)}{spans.right(f'{entry.at_s:.3f}', CLOCK_COLUMNS)}"
+        clock = console(self).time_of_day(entry.at_s, is_fine=True)
+        when = f"{spans.right(ago, AGE_COLUMNS)}  {clock}"
         made = (
             Styled("▸ ", "key") if is_chosen else Styled("  ", "dim"),
             Styled(when, "dim"),

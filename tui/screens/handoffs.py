@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from textual.binding import Binding
 from typing_extensions import override
 
 from kvd.text import clean, compact_bytes, counted, lasting
@@ -39,15 +40,23 @@ HERE_S = 0.5
 """How often our daemon is asked for the story of the one under the cursor."""
 THERE_S = 1.0
 """And the other daemon, through ours."""
+WITHOUT_DELIVERED = ((Filter("state", "is-not", "delivered"),), "handoffs")
+WITH_DELIVERED = ((), "handoffs, delivered too")
+"""What is left out, and what the rest is called."""
 
 
 class HandoffsPage(Page):
-    """All handoffs of this node above, the story of the one under the cursor below."""
+    """What is under way and what failed above, the story of the one under the cursor below."""
 
     NAME = "handoffs"
     FAULTS: ClassVar[Mapping[str, str]] = {"rooms": "moved>2s !state=ready"}
     REFS = ("room", "receive", "send")
-    BINDINGS: ClassVar[list[BindingType]] = [ABORT, FENCE]
+    TOLD = frozenset({"room"})
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ABORT,
+        Binding("d", "delivered", "delivered", tooltip="those that went well too, or not"),
+        FENCE,
+    ]
 
     DEFAULT_CSS = """
     HandoffsPage > #table-rooms { height: 1fr; }
@@ -61,15 +70,16 @@ class HandoffsPage(Page):
 
     @override
     def compose(self) -> ComposeResult:
-        yield WindowedTable(
+        table = WindowedTable(
             "rooms",
             computed=ComputedColumns(handoffs.COLUMNS, self._made, handoffs.FIRST),
             painters={**handoffs.PAINTERS, "progress": self._progress},
-            title="handoffs",
             rules=ColumnRules(handoffs.MATTERS, handoffs.HIDDEN),
             stands_for=handoffs.STANDS_FOR,
             rates=(self._rates,),
         )
+        table.restrict(*WITHOUT_DELIVERED)
+        yield table
         yield StoryPanel(id="life")
 
     @override
@@ -84,6 +94,10 @@ class HandoffsPage(Page):
     def rooms(self) -> WindowedTable:
         """The handoffs."""
         return self.query_one("#table-rooms", WindowedTable)
+
+    def action_delivered(self) -> None:
+        """Those that went well too, or not."""
+        self.rooms.restrict(*(WITH_DELIVERED if self.rooms.only else WITHOUT_DELIVERED))
 
     def _made(self, row: NamedRow) -> tuple[Cell, ...]:
         return handoffs.made(row, self._rates)

@@ -9,7 +9,7 @@ from textual.containers import Container
 from textual.message import Message
 from typing_extensions import override
 
-from tui.model.commands import RULES
+from tui.model.commands import PAGES, RULES
 from tui.widgets.canvas import console
 from tui.widgets.table import HEAD_LINES, WindowedTable
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from textual.binding import BindingType
+    from textual.events import Key
     from textual.widget import Widget
 
     from kvd.wire.console import Column, EventQuery, TableRow
@@ -50,6 +51,8 @@ class Page(Container, can_focus=True):
     """By view, the filter that leaves only what is wrong; under an empty name that of the page."""
     REFS: ClassVar[tuple[str, ...]] = ()
     """Kinds of what can be opened here: ``lease`` of ``lease:7``."""
+    TOLD: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of which the page itself tells all: they have no card over it."""
     CAN_MOVE: ClassVar[bool] = False
     """Whether arrows mean something without a table."""
     CAN_FILTER: ClassVar[bool] = False
@@ -62,23 +65,26 @@ class Page(Container, can_focus=True):
         Binding("/", "app.ask('/')", "filter", priority=True,
             tooltip="state:held owner:eng* age>5s !lingering words"),
         Binding(":", "app.ask(':')", "command", priority=True, tooltip="with Tab"),
-        Binding("left", "app.step(-1)", "back", tooltip="one picture, frozen"),
-        Binding("right,.", "app.step(1)", "on", tooltip="one picture, frozen"),
-        Binding("end", "app.live", "live", tooltip="go on"),
+        # So is a page, for what is typed in one go after it.
+        *(
+            Binding(str(at), f"app.go({page!r})", f"the page {page}", show=False, priority=True)
+            for at, page in enumerate(PAGES, start=1)
+        ),
         Binding("up,k", "move(-1)", "up", show=False),
         Binding("down,j", "move(1)", "down", show=False),
         Binding("left", "shift(-1)", "left", show=False, tooltip="columns, pages, closes a node"),
         Binding("right", "shift(1)", "right", show=False, tooltip="columns, pages, opens a node"),
-        Binding("pageup", "screen(-1)", "one screen up", show=False),
-        Binding("pagedown", "screen(1)", "one screen down", show=False),
-        Binding("home", "home", "to the first row", show=False),
-        Binding("end", "end", "to the last row", show=False),
-        Binding("tab", "panel", "to the next table", show=False),
-        Binding("g", "app.related", "related", show=False, tooltip="go to what has to do with it"),
+        Binding("pageup,ctrl+u", "screen(-1)", "one screen up", show=False),
+        Binding("pagedown,ctrl+d", "screen(1)", "one screen down", show=False),
+        Binding("home,g", "home", "to the first row", show=False),
+        Binding("end,G", "end", "to the last row", show=False),
+        Binding("tab", "next_table", "to the next table", show=False),
+        Binding("r", "app.related", "related", show=False, tooltip="what it leads to"),
         Binding("i", "app.events_of", "events", show=False,
             tooltip="what happened to it, of a handoff from both ends"),
-        Binding("y", "app.copy", "copy what it is called", show=False),
-        Binding("s", "sort", "sort", show=False, tooltip="by the next column"),
+        Binding("y", "app.copy", "copy", show=False, tooltip="the kvd command that says why"),
+        Binding("s", "sort", "sort", show=False,
+            tooltip="by the next column; Shift and a letter: by the one that begins with it"),
         Binding("w", "wide", "wide", show=False, tooltip="all columns, no card beside them"),
         Binding("z", "app.faults", "faults", show=False, tooltip="only what is wrong"),
     ]  # fmt: skip
@@ -110,11 +116,11 @@ class Page(Container, can_focus=True):
 
     def activate(self, table: WindowedTable) -> None:
         """Keys are about this table from now on."""
-        for other in self.tables():
+        for other in self._tables or self.tables():
             other.is_active = other is table
             other.redraw()
 
-    def next_table(self) -> None:
+    def action_next_table(self) -> None:
         """Keys are about the next table."""
         tables, now = self.tables(), self.table()
         if tables:
@@ -123,7 +129,7 @@ class Page(Container, can_focus=True):
 
     def on_mount(self) -> None:
         """Keys are about the first table, until another is chosen."""
-        self.next_table()
+        self.action_next_table()
 
     def queries(self) -> tuple[Slot, ...]:
         """What is wanted while this page is visible, at its present size."""
@@ -150,6 +156,16 @@ class Page(Container, can_focus=True):
                 self.activate(table)
                 return True
         return False
+
+    def table_of(self, kind: str) -> WindowedTable | None:
+        """The table with the rows of this kind, in which one can be asked for alone."""
+        return next(iter(self.tables()), None)
+
+    def pin(self, ref: str) -> None:
+        """Show this alone, as it is not in sight; everything again where it is empty."""
+        table = self.table_of(ref.partition(":")[0]) if ref else self.table()
+        if table is not None and table.pin(ref) and ref:
+            self.activate(table)
 
     def row(self, ref: str) -> tuple[TableRow | None, tuple[Column, ...]]:
         """What the page has in its rows about this, and their columns."""
@@ -195,7 +211,7 @@ class Page(Container, can_focus=True):
 
     def widen(self) -> bool:
         """Show more again where what is shown was narrowed down; whether it was."""
-        return False
+        return any(table.pin("") for table in self.tables())
 
     def unfold(self) -> None:
         """Show what is below what is under the cursor, where there is such a thing."""
@@ -207,15 +223,22 @@ class Page(Container, can_focus=True):
         """Whether a key means something here and now."""
         table = self.table()
         if action in MOVES:
-            is_stepping = action in {"shift", "end"} and console(self).mirror.history.is_frozen
-            return (table is not None or self.CAN_MOVE) and not is_stepping
-        if action == "panel":
+            return table is not None or self.CAN_MOVE
+        if action == "next_table":
             return len(self.tables()) > 1
         if action in {"sort", "wide"}:
             return table is not None
         if action in ON_A_ROW:
             return bool(self.chosen())
         return super().check_action(action, parameters)
+
+    def on_key(self, event: Key) -> None:
+        """Shift and a letter that is no key of the page sorts by the column with that letter."""
+        table, letter = self.table(), event.character or ""
+        is_bound = event.key in self.screen.active_bindings
+        if table is not None and letter.isalpha() and letter.isupper() and not is_bound:
+            table.sort_by_letter(letter.lower())
+            self.post_message(WindowedTable.Moved(table))
 
     def action_move(self, rows: int) -> None:
         """So many rows down."""
@@ -241,10 +264,6 @@ class Page(Container, can_focus=True):
         """To the last row."""
         if (table := self.table()) is not None:
             table.move_to_end()
-
-    def action_panel(self) -> None:
-        """Keys are about the next table."""
-        self.next_table()
 
     def action_sort(self) -> None:
         """By the next column."""

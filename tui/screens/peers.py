@@ -15,7 +15,7 @@ from tui.model import cells, peers
 from tui.model.columns import ComputedColumns
 from tui.screens.handoffs import show_handoffs
 from tui.screens.page import FENCE, Page
-from tui.widgets.canvas import Canvas
+from tui.widgets.canvas import Canvas, console
 from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from textual.binding import BindingType
 
     from kvd.wire.console import Cell
+    from tui.app import KvdTui
     from tui.draw.spans import Style
     from tui.model.columns import NamedRow
-    from tui.model.peers import ByteFlow, TrafficRates
     from tui.model.snapshots import DaemonSnapshot
 
 
@@ -49,7 +49,6 @@ class PeersPage(Page):
 
     def __init__(self) -> None:
         super().__init__()
-        self._traffic = peers.TrafficRates()
         self._path = ""
 
     @override
@@ -61,7 +60,6 @@ class PeersPage(Page):
             title="peers",
             rules=ColumnRules(peers.MATTERS, peers.HIDDEN),
             stands_for=peers.STANDS_FOR,
-            rates=(self._traffic.incoming, self._traffic.outgoing),
         )
         yield PeerPanel(id="peer")
 
@@ -71,7 +69,7 @@ class PeersPage(Page):
         return self.query_one("#table-peers", WindowedTable)
 
     def _made(self, row: NamedRow) -> tuple[Cell, ...]:
-        return self._traffic.made(row, self._path)
+        return console(self).traffic.made(row, self._path)
 
     @override
     def show(self, snapshot: DaemonSnapshot) -> None:
@@ -82,39 +80,32 @@ class PeersPage(Page):
         self.fit_height(self.peers)
         panel = self.query_one(PeerPanel)
         if panel.display:
-            panel.show(self.peers.named_row(), self._traffic, snapshot.now_s)
+            panel.show(self.peers.named_row(), snapshot.now_s)
 
     async def action_handoffs(self) -> None:
         """Go to the handoffs with the one under the cursor."""
         await show_handoffs(self, "peer", self.peers.chosen())
 
 
-STEP_S = 0.5
-"""Of a dot of the charts; a column has two."""
 LEAST_CHART_LINES = 3
 UNKNOWN = "what goes between two other nodes, this daemon does not know: ask one of them"
 
 
-def panel_lines(
-    row: NamedRow, traffic: TrafficRates, now_s: float, width: int, height: int
-) -> list[Line]:
+def panel_lines(row: NamedRow, app: KvdTui, now_s: float, width: int, height: int) -> list[Line]:
     """Its head, the charts where there is room for them, and the words."""
     words = word_lines(row, now_s, width)
     room = min(12, height - 1 - len(words))
     made = [_head(row, width)]
     if room >= LEAST_CHART_LINES:
-        each = (width - 2) // 2
-        ways = traffic.ways(row.row.key, row.at_s, 2 * each, STEP_S)
-        charts = [
-            TextBlock(_chart(title, way, each, room), each)
-            for title, way in zip(("from it", "to it"), ways, strict=True)
-        ]
+        each, step_s = (width - 2) // 2, app.chart_step_s
+        ways = {"from it": app.traffic.incoming, "to it": app.traffic.outgoing}
+        charts = []
+        for title, rates in ways.items():
+            values = rates.per_second(row.row.key, 2 * each, step_s=step_s, end_s=row.at_s)
+            series = Series(title, values, bytes_per_second, step_s)
+            charts.append(TextBlock(chart.chart(series, each, room), each))
         made += spans.side_by_side(charts, 2)
     return [*made, *words]
-
-
-def _chart(title: str, way: ByteFlow, width: int, height: int) -> list[Line]:
-    return chart.chart(Series(title, way.lately, bytes_per_second), width, height)
 
 
 def _head(row: NamedRow, width: int) -> Line:
@@ -140,13 +131,13 @@ def word_lines(row: NamedRow, now_s: float, width: int) -> list[Line]:
         ("heard", "never" if heard_s is None else f"{age(now_s - heard_s)} ago", "plain"),
         ("round trip", "-" if rtt_ms is None else cells.figure(rtt_ms, "ms", 0.0), "plain"),
         ("layout", *peers.layout(row)),
-        ("agent", clean(row.text("agent")), _agent_style(row)),
+        ("agent", clean(row.text("agent")), "plain"),
         ("open", f"{receives:.0f} from it, {sends:.0f} to it{posts_words}", "plain"),
         ("ended", _ended(row), "plain"),
         ("path", clean(row.text("path")) or "-", "plain"),
         ("address", clean(row.text("address")), "plain"),
         ("incarnation", clean(row.text("incarnation")) or "-", "plain"),
-        ("generation", _count(row.number("generation")), "plain"),
+        ("generation", f"{row.number('generation') or 0:.0f}", "plain"),
     ]
     if row.text("trouble"):
         facts.insert(0, ("trouble", *peers.trouble(row)))
@@ -164,19 +155,10 @@ def _ended(row: NamedRow) -> str:
     )
 
 
-def _agent_style(row: NamedRow) -> Style:
-    word = row.text("agent").partition(":")[0]
-    return {"loaded": "ok", "failed": "bad"}.get(word, "plain")  # type: ignore[return-value]
-
-
-def _count(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"
-
-
 class PeerPanel(Canvas):
     """Shows ``panel_lines``."""
 
-    def show(self, row: NamedRow | None, traffic: TrafficRates, now_s: float) -> None:
+    def show(self, row: NamedRow | None, now_s: float) -> None:
         """Show this peer as of ``now_s``; None: nothing is chosen."""
         width, height = self.size.width, self.size.height
         if not width or not height:
@@ -185,4 +167,4 @@ class PeerPanel(Canvas):
             head = spans.headed((Styled("a peer", "head"),), width)
             self.paint([head, (Styled("  no peer is known", "dim"),)])
             return
-        self.paint(panel_lines(row, traffic, now_s, width, height)[:height])
+        self.paint(panel_lines(row, console(self), now_s, width, height)[:height])

@@ -40,7 +40,7 @@ class PoolsPage(Page):
         Binding("-", "zoom(0.5)", "more pages a cell", show=False),
         Binding("L", "light", "light", tooltip="all pages of its holder, then of the next one"),
         Binding("n", "next_lit", "the next page that is lit up", show=False),
-        Binding("c", "component", "the next component", show=False),
+        Binding("m", "component", "the map of the next component", show=False),
         EVICT,
         FLUSH,
     ]

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import msgspec
 from textual.binding import Binding
 from typing_extensions import override
 
-from kvd.text import clean, counted
-from kvd.wire.console import MAX_OPENED, Filter, Query
-from tui.draw import spans
-from tui.draw.spans import Line, Styled, cleaned
+from kvd.wire.console import MAX_OPENED
 from tui.screens.page import EVICT, FLUSH, Page
-from tui.widgets.canvas import NOT_HERE_YET, Canvas
 from tui.widgets.card import PAGES_OF
 from tui.widgets.table import ColumnRules, WindowedTable
 
@@ -23,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvd.wire.console import Cell, TableRow
     from tui.model.snapshots import DaemonSnapshot
-    from tui.model.tables import Slot, TableData
+    from tui.model.tables import TableData
 
 
 TREE = "tree"
@@ -35,7 +30,7 @@ TITLES = {
 """Views of nodes, and how they are headed."""
 RULES = {
     TREE: ColumnRules(
-        first=("name", "pages", "below_pages", "lock_ref", "holders", "last_use", "hits", "tokens"),
+        first=("name", "pages", "hits", "below_pages", "lock_ref", "holders", "last_use", "tokens"),
         never=("children",),
         narrow=("name", "holders"),
     ),
@@ -48,13 +43,9 @@ RULES = {
         narrow=("name", "namespace"),
     ),
 }
-WITHOUT_BESIDE = {
-    view: msgspec.structs.replace(rules, never=(*rules.never, "beside"))
-    for view, rules in RULES.items()
-}
-"""Where no node has anything of other components: nobody misses the column."""
-MAX_NAMED = 8192
-"""Nodes of which the parent is remembered: more than anybody scrolls past."""
+HOTTEST = "-hits"
+MOST_FOLLOWED = 4
+"""Levels that are opened to show the hottest branch."""
 CLOSED, OPENED, LEAF = "▶", "▼", " "
 
 
@@ -63,9 +54,6 @@ class TreeTable(WindowedTable):
 
     def __init__(self) -> None:
         super().__init__(TREE, title=TITLES[TREE], rules=RULES[TREE])
-        self._above: dict[str, str] = {}
-        """By the key of a node, as they were seen in the tree; empty for the uppermost."""
-        self._named: dict[str, str] = {}
 
     @property
     def is_tree(self) -> bool:
@@ -83,16 +71,8 @@ class TreeTable(WindowedTable):
     def show(self, snapshot: DaemonSnapshot) -> None:
         before = self.data
         super().show(snapshot)
-        data = self.data
-        if data is None or data is before:
-            return
-        if self.is_tree:
-            self._learn(data)
-        at = data.index("beside")
-        if at >= 0 and not any(row.cells[at] for row in data.rows.values()):
-            self.rules = WITHOUT_BESIDE[self.view]
-        else:
-            self.rules = RULES[self.view]
+        if self.data is not None and self.data is not before and self.sort == HOTTEST:
+            self._follow_first(self.data)
 
     # ---- opening ----------------------------------------------------------------------------
 
@@ -121,15 +101,27 @@ class TreeTable(WindowedTable):
         self._set_opened(tuple(node for node in self.opened if node != self.number))
         return True
 
+    def _follow_first(self, data: TableData) -> None:
+        """Open what is below the first of the first ones, a level with each picture."""
+        for depth, row in enumerate(data.listed()[:MOST_FOLLOWED]):
+            if self._of(row, "depth") != depth:
+                return
+            number = _number(row.key)
+            if number is not None and number not in self.opened and self.is_parent(row):
+                self._set_opened((*self.opened[-MAX_OPENED + 1 :], number))
+                return
+
     def _set_opened(self, opened: tuple[int, ...]) -> None:
         self.opened, self._known = opened, {}
         self.redraw()
 
     def to_parent(self) -> None:
         """The cursor to the node above, as far as that is in the window."""
-        parent = self._above.get(self.chosen(), "")
-        if parent:
-            self.seek(parent)
+        row, data = self.row(), self.data
+        if row is not None and data is not None:
+            before = data.listed()[: data.order.index(row.key)]
+            above = [one.key for one in before if self._depth(one) == self._depth(row) - 1]
+            self.seek(above[-1] if above else row.key)
 
     def is_parent(self, row: TableRow) -> bool:
         """Whether anything is below it; where that is not known yet, it may be."""
@@ -141,56 +133,22 @@ class TreeTable(WindowedTable):
             return True
         return below > own
 
-    # ---- the way to a node ------------------------------------------------------------------
-
-    def path(self) -> tuple[str, ...]:
-        """The names from the root to the node under the cursor, as far as they were seen."""
-        row = self.row()
-        if not self.is_tree and row is not None:
-            above = [self._of(row, "namespace"), self._before(row), self._of(row, "name")]
-            return tuple(str(name) for name in above if name)
-        made: list[str] = []
-        key = self.chosen()
-        while key in self._named and len(made) < MAX_OPENED:
-            made.append(self._named[key])
-            key = self._above.get(key, "")
-        return tuple(reversed(made))
-
-    def _before(self, row: TableRow) -> str:
-        """What of a prompt is above a node of a list."""
-        start = self._of(row, "start")
-        return f"{start} tokens" if isinstance(start, int) and start else ""
-
-    def _learn(self, data: TableData) -> None:
-        """Remember the parents of what is shown: of a long tree only a part is ever here."""
-        depth_at, name_at = data.index("depth"), data.index("name")
-        if depth_at < 0 or name_at < 0:
-            return
-        if len(self._named) > MAX_NAMED:
-            self._named.clear()
-            self._above.clear()
-        above: dict[int, str] = {}
-        for row in data.listed():
-            depth = row.cells[depth_at]
-            depth = int(depth) if isinstance(depth, int | float) else 0
-            self._named[row.key] = str(row.cells[name_at])
-            if depth == 0 or depth - 1 in above:
-                self._above[row.key] = above.get(depth - 1, "")
-            above[depth] = row.key
-
     # ---- lines ------------------------------------------------------------------------------
 
     def _of(self, row: TableRow, name: str) -> Cell:
         at = self.data.index(name) if self.data is not None else -1
         return row.cells[at] if at >= 0 else None
 
+    def _depth(self, row: TableRow) -> int:
+        depth = self._of(row, "depth")
+        return depth if isinstance(depth, int) else 0
+
     @override
     def indented(self, row: TableRow, text: str) -> str:
         if not self.is_tree:
             return text
-        depth = self._of(row, "depth")
         mark = OPENED if self.is_open(row.key) else CLOSED if self.is_parent(row) else LEAF
-        return f"{'  ' * int(depth) if isinstance(depth, int | float) else ''}{mark} {text}"
+        return f"{'  ' * self._depth(row)}{mark} {text}"
 
 
 def _number(key: str) -> int | None:
@@ -198,40 +156,24 @@ def _number(key: str) -> int | None:
     return int(number) if kind == "node" and number.isdecimal() else None
 
 
-COUNTED = {"locked": Query("locked", limit=0)}
-"""Lists whose length is shown beside the tree."""
-NEXT = Query("eviction", limit=4, filters=(Filter("rank", "over", 0.0),))
-"""What would be evicted next: not what would be passed."""
-NEXT_COLUMNS = 20
-"""Of the name of each of them."""
-TALL_LINES = 24
-"""From this height on the page has room for what would be evicted next."""
-TABS = ((TREE, "x", "tree"), ("locked", "l", "locked"), ("eviction", "v", "eviction order"))
-
-
 class RadixPage(Page):
-    """The tree, or a list of some of its nodes; above which one, below the way to the node."""
+    """The tree, or a list of some of its nodes: its caption says which."""
 
     NAME = "radix"
     REFS = ("node",)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("l", "nodes('locked')", "locked", tooltip="only what is locked"),
         Binding("v", "nodes('eviction')", "eviction", tooltip="in the order of eviction"),
+        Binding("h", "hottest", "hottest", tooltip="the branches by their hits; again: by size"),
         Binding("x", "expand", "expand", tooltip="open or close the node"),
         Binding("p", "pages_of", "pages", tooltip="on the page map", show=False),
         EVICT,
         FLUSH,
     ]
-    DEFAULT_CSS = """
-    RadixPage > #radix-tabs { height: 1; }
-    RadixPage > #radix-path { height: 2; }
-    """
 
     @override
     def compose(self) -> ComposeResult:
-        yield Canvas(id="radix-tabs")
         yield TreeTable()
-        yield Canvas(id="radix-path")
 
     @property
     def nodes(self) -> TreeTable:
@@ -239,25 +181,8 @@ class RadixPage(Page):
         return self.query_one(TreeTable)
 
     @override
-    def queries(self) -> tuple[Slot, ...]:
-        lists = [query for view, query in COUNTED.items() if view != self.nodes.view]
-        return (self.nodes.asks(), *lists, *((NEXT,) if self._shows_next else ()))
-
-    @property
-    def _shows_next(self) -> bool:
-        return self.size.height >= TALL_LINES and self.nodes.view != NEXT.view
-
-    @override
-    def show(self, snapshot: DaemonSnapshot) -> None:
-        super().show(snapshot)
-        self.query_one("#radix-tabs", Canvas).paint([self._tabs(snapshot)])
-        path = self.query_one("#radix-path", Canvas)
-        lines = [self._path()]
-        if self._shows_next:
-            lines.append(self._next(snapshot))
-        if path.styles.height is None or path.styles.height.value != len(lines):
-            path.styles.height = len(lines)
-        path.paint(lines)
+    def table_of(self, kind: str) -> None:
+        """Nodes are shown below those that are opened: none of them alone."""
 
     @override
     def unfold(self) -> None:
@@ -283,56 +208,13 @@ class RadixPage(Page):
         if not self.nodes.close_node():
             self.nodes.open_node()
 
+    def action_hottest(self) -> None:
+        """The branches that are used the most on top, or again the biggest."""
+        nodes = self.nodes
+        if not nodes.is_tree:
+            nodes.show_view(TREE)
+        nodes.set_sort("" if nodes.sort == HOTTEST else HOTTEST)
+
     def action_pages_of(self) -> None:
         """Its pages on the page map."""
         self.post_message(self.OpenRequested(PAGES_OF + self.nodes.chosen()))
-
-    # ---- lines ------------------------------------------------------------------------------
-
-    def _tabs(self, snapshot: DaemonSnapshot) -> Line:
-        """The lists by their keys with how many nodes each has, the one that is shown marked."""
-        made: list[Styled] = []
-        for view, key, name in TABS:
-            is_shown = view == self.nodes.view
-            count = self._count(snapshot, view)
-            style: spans.Style = "selected" if is_shown else "plain"
-            marks = (">", "<") if is_shown else (" ", " ")
-            made += [
-                Styled(marks[0], "key"),
-                Styled(f"{key} ", "key") if view != TREE else Styled(""),
-                cleaned(f"{name}{count}", style),
-                Styled(f"{marks[1]} ", "key"),
-            ]
-        return spans.fit(spans.merged(made), self.size.width)
-
-    def _count(self, snapshot: DaemonSnapshot, view: str) -> str:
-        data = self.nodes.data if view == self.nodes.view else None
-        if data is None and view in COUNTED:
-            data = snapshot.table(COUNTED[view])
-        return f" {data.of}" if data is not None and not data.trouble else ""
-
-    def _path(self) -> Line:
-        """The way from the root to the node under the cursor; its end matters most."""
-        words = " / ".join(self.nodes.path())
-        text = spans.text_of([cleaned(words or "-")])
-        room = max(1, self.size.width - 6)
-        while spans.columns(text) > room:
-            text = "…" + text[2:] if text.startswith("…") else "…" + text[1:]
-        return spans.fit((Styled("path  ", "dim"), Styled(text)), self.size.width)
-
-    def _next(self, snapshot: DaemonSnapshot) -> Line:
-        """What would be evicted first."""
-        made: list[Styled] = [Styled("next  ", "dim")]
-        data = snapshot.table(NEXT)
-        if data is None or data.trouble:
-            why = data.trouble if data is not None else NOT_HERE_YET
-            return spans.fit((*made, cleaned(why, "dim")), self.size.width)
-        if not data.order:
-            made.append(Styled("nothing can be evicted", "dim"))
-        for rank, key in enumerate(data.order[: NEXT.limit], start=1):
-            count = data.cell(key, "pages")
-            pages = f" {counted(count, 'page')}" if isinstance(count, int) else ""
-            name = spans.cut(clean(str(data.cell(key, "name"))), NEXT_COLUMNS)
-            made += [Styled(f"#{rank} ", "key"), cleaned(f"{key} "), Styled(name)]
-            made += [Styled(pages, "dim"), Styled("   ")]
-        return spans.fit(made, self.size.width)

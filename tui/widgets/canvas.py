@@ -46,9 +46,14 @@ def strip_of(line: Line, palette: Palette, under: str = "") -> Strip:
     return Strip(segments)
 
 
-def rich_lines(lines: Iterable[Line], palette: Palette) -> Group:
-    """Lines for a widget that wraps what is too long for it."""
-    return Group(*[Text.assemble(*[(text, palette.style(style)) for text, style, _ in line])
+def rich_lines(lines: Iterable[Line], palette: Palette, links: Sequence[str] = ()) -> Group:
+    """Lines for a widget that wraps what is too long for it; ``links`` are opened by a click."""
+
+    def look(text: str, style: str) -> Style:
+        click = {"@click": f"app.open({text!r})"} if text in links else None
+        return palette.style(style) + Style(meta=click)
+
+    return Group(*[Text.assemble(*[(text, look(text, style)) for text, style, _ in line])
                    for line in lines])  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from kvd.wire.admin import Because, Why
 from kvd.wire.console import Column, TableRow
 from tui.draw.spans import EMPTY, Line, Styled, cleaned, left, line
 from tui.model import cells
+from tui.model.columns import heading
 from tui.widgets.canvas import palette_of, rich_lines
 
 if TYPE_CHECKING:
@@ -84,21 +85,22 @@ def _because(because: Because) -> list[Line]:
             ago = f"{f'-{duration(max(0.0, mark.ago_s))}':>8} "
             made.append((Styled(ago, "dim"), cleaned(mark.what)))
     if because.links:
-        links = "  ".join(because.links)
-        made += [EMPTY, line("has to do with (g)", "dim"), (cleaned(links, "key"),)]
+        links = [span for ref in because.links for span in (cleaned(ref, "key"), Styled("  "))]
+        made += [EMPTY, line("related (r)", "dim"), tuple(links[:-1])]
     return made
 
 
 def _facts(content: CardContent) -> list[Line]:
     """Each cell of the row by its column's name."""
     assert content.row is not None
-    pad = min(max((len(column.name) for column in content.columns), default=0), MOST_NAME_COLUMNS)
+    names = [heading(column) for column in content.columns]
+    pad = min(max(map(len, names), default=0), MOST_NAME_COLUMNS)
     made: list[Line] = []
-    for column, cell in zip(content.columns, content.row.cells, strict=True):
+    for name, column, cell in zip(names, content.columns, content.row.cells, strict=True):
         if column.kind == "depth" or cell is None or cell == "":
             continue
         text, style = cells.show(cell, column.kind, content.now_s, 400)
-        made.append((Styled(left(clean(column.name), pad) + "  ", "dim"), Styled(text, style)))
+        made.append((Styled(left(clean(name), pad) + "  ", "dim"), Styled(text, style)))
     return made
 
 
@@ -121,7 +123,8 @@ def links_of(content: CardContent) -> tuple[str, ...]:
 def about_of(refs: Iterable[str]) -> str:
     """What events are to be about: the first of a kind that they name, of a handoff its room."""
     first, *rest = refs
-    near = (first, *(ref for ref in rest if ref.startswith("room:")))
+    is_event = first.startswith("event:")
+    near = (first, *(ref for ref in rest if is_event or ref.startswith("room:")))
     return next((ref for ref in near if ref.partition(":")[0] in WITH_EVENTS), "")
 
 
@@ -169,4 +172,4 @@ class Card(VerticalScroll, can_focus=False):
         lines = card_lines(content)
         if lines != self._lines:
             self._lines = lines
-            self.query_one(Static).update(rich_lines(lines, palette_of(self.app)))
+            self.query_one(Static).update(rich_lines(lines, palette_of(self.app), self.links))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.binding import Binding
 from textual.containers import Container
 from textual.message import Message
-from textual.suggester import Suggester
 from textual.widgets import Input
 from typing_extensions import override
 
@@ -26,19 +25,6 @@ if TYPE_CHECKING:
     from kvd.filters import SyntaxFlaw
 
 MAX_HISTORY = 50
-
-
-class FirstChoice(Suggester):
-    """Suggests the first of the texts that may follow."""
-
-    def __init__(self, choices: Callable[[], list[str]]) -> None:
-        super().__init__(use_cache=False, case_sensitive=True)
-        self._choices = choices
-
-    @override
-    async def get_suggestion(self, value: str) -> str | None:
-        found = self._choices()
-        return value[:1] + found[0] if found and len(value) > 1 else None
 
 
 class CommandBar(Container):
@@ -72,13 +58,15 @@ class CommandBar(Container):
         self._judge = judge
         self._choose_from: Callable[[], commands.CommandChoices] = commands.CommandChoices
         self.mode = ":"
+        self.is_entering = False
+        """Enter was pressed, and what was typed is not looked at yet: later keys wait for that."""
         self._past: dict[str, deque[str]] = {mode: deque(maxlen=MAX_HISTORY) for mode in (":", "/")}
         self._at = 0
 
     @override
     def compose(self) -> ComposeResult:
         yield Canvas()
-        yield Input(compact=True, select_on_focus=False, suggester=FirstChoice(self._choices))
+        yield Input(compact=True, select_on_focus=False)
 
     @property
     def typed(self) -> Input:
@@ -161,6 +149,7 @@ class CommandBar(Container):
         text = self.text.strip()
         flaw = self._judge(self.mode, self.text) if text else None
         if flaw is not None:
+            self.is_entering = False
             self.query_one(Canvas).paint([said_at(flaw, self.app.size.width)])
             return
         if text and (not self._past[self.mode] or self._past[self.mode][-1] != text):

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 class HeadStatus(msgspec.Struct, frozen=True):
     """What the head says beside the vitals. ``frozen_s``: how far back the picture lies, or None.
 
-    ``now_s`` is on our clock. ``slowed_to``: the frames a second that there are, where the daemon
-    or the terminal does not keep up with ``fps``; else 0.
+    ``now_s`` is on our clock.
     """
 
     link_state: LinkState
     now_s: float
     fps: float
     frozen_s: float | None = None
-    slowed_to: float = 0.0
+    clock: str = ""
+    """The time of day of what is shown."""
 
 
 HEALTH: dict[str, tuple[str, Style]] = {
@@ -72,12 +72,12 @@ def _parts(vitals: Vitals, now: HeadStatus) -> list[Styled]:
         cleaned(vitals.state, "ok" if vitals.state == "serving" else "warn"),
     ]
     if vitals.findings:
-        made.append(Styled(f"findings {vitals.findings}", style))
+        made.append(Styled(f"problems {vitals.findings}", style))
     if vitals.waiting:
         made.append(Styled(f"waiting {vitals.waiting}", "warn"))
     made += [
         Styled(f"peers {vitals.peers_up}/{vitals.peers}", _peers_style(vitals)),
-        Styled(f"clients {vitals.clients}"),
+        Styled(f"engines {vitals.clients}"),
         Styled(f"lag {vitals.lag_s * 1000:.1f}ms", "warn" if vitals.lag_s > LAG_S else "dim"),
         Styled(f"up {duration(max(0.0, vitals.at_s - vitals.started_s))}", "dim"),
         cleaned(f"gen {vitals.generation}", "dim"),
@@ -107,13 +107,11 @@ def _picture(now: HeadStatus) -> Line:
         case _:
             assert_never(now.link_state)
     if now.frozen_s is not None:
-        return spans.merged((Styled(f"FROZEN -{now.frozen_s:.1f}s ", "warn"), *link))
+        frozen = Styled(f"FROZEN -{now.frozen_s:.1f}s {now.clock}", "warn")
+        return spans.merged((frozen, Styled(" "), *link) if link else (frozen,))
     if link:
         return link
-    rate = f"{now.fps:g}/s"
-    if now.slowed_to:
-        return (Styled(f"SLOW {now.slowed_to:.1f}/s of {rate}", "warn"),)
-    return (Styled(f"LIVE {rate}", "ok"),)
+    return (Styled(f"LIVE {now.fps:.2g}/s", "ok"), Styled(f" {now.clock}" if now.clock else ""))
 
 
 class Head(Canvas):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvd.wire.console import PageMap
     from tui.model.snapshots import DaemonSnapshot
 
-LENSES = ("state", "owner", "age", "hits", "locks", "tier")
+LENSES = ("owner", "state", "age", "hits", "locks", "tier")
 """In the order in which the key goes through them."""
 OWNER_LINES = 3
 """Of the histogram, where there is little room."""
@@ -84,14 +84,10 @@ class PageMapPanel(Canvas):
 
     @property
     def grid(self) -> Grid:
-        """The lines that cells have, no more of them than the component fills.
-
-        Where each page has room for a letter of its own, it has that; and without colour.
-        """
+        """The lines that cells have, no more of them than the component fills."""
         width, total = max(1, self.size.width), self.total_pages
         room = max(1, self.size.height - 2 - self._foot_lines)
-        is_small = 0 < total <= width * room
-        grid = Grid(width, 1, "letters" if is_small or self.app.no_color else "blocks")
+        grid = Grid(width, 1, "letters" if self.app.no_color else "blocks")
         needed = -(-total // (width * grid.each)) if total else room
         return grid._replace(height=max(1, min(room, needed, MAX_CELLS // grid.cells)))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from textual.message import Message
 from typing_extensions import override
 
-from kvd.text import clean
+from kvd.text import clean, compact
 from kvd.wire.console import Query
 from tui.draw import bars, spans
 from tui.draw.spans import Line, Styled, cleaned
@@ -32,6 +32,8 @@ GAP = 1
 LEAST_BAR_COLUMNS = 12
 MORE_BAR_COLUMNS = 28
 MOST_NAME_COLUMNS = 16
+PLENTY, SHORT = 0.2, 0.05
+"""Shares that a component can give now: above them all is well, and below requests wait soon."""
 RATE_S = 10.0
 """Evictions come in bursts: over so long their rate is taken."""
 
@@ -45,15 +47,14 @@ class PoolFigure(NamedTuple):
 
 
 FIGURES = (
-    PoolFigure("used", "used", 5),
-    PoolFigure("evicted", "evict/s", 7),
+    PoolFigure("headroom", "can give", 8),
     PoolFigure("state", "state", 6),
+    PoolFigure("evicted", "evict/s", 7),
     PoolFigure("free", "free", 6),
     PoolFigure("held", "held", 6),
     PoolFigure("locked", "locked", 6),
     PoolFigure("cached", "cached", 6),
     PoolFigure("quarantined", "quar", 5),
-    PoolFigure("headroom", "avail", 6),
     PoolFigure("waiting", "wait", 4),
     PoolFigure("tier", "tier", 6),
     PoolFigure("total", "total", 8),
@@ -64,7 +65,7 @@ FIGURES = (
     PoolFigure("promised", "promised", 8),
 )
 """The most important first; those that there is no room for are left out."""
-COMPUTED = ("used", "evicted")
+COMPUTED = ("evicted",)
 """Those that are made here."""
 
 SAVED = ".saved"
@@ -186,7 +187,7 @@ class PoolTable(Canvas):
             for key in data.order[:MOST_LINES]
         ]
         if len(data.order) > MOST_LINES:
-            lines.append(spans.line(f"  and {len(data.order) - MOST_LINES} more (c)", "dim"))
+            lines.append(spans.line(f"  and {len(data.order) - MOST_LINES} more (m)", "dim"))
         words = self._words(data) if not self._is_brief else []
         return [*lines, spans.fit(words, width)] if words else lines
 
@@ -226,10 +227,12 @@ class PoolTable(Canvas):
             if rate is None:
                 return cells.CellText(cells.NOTHING, "dim")
             return cells.CellText(f"{rate:.1f}", "warn" if rate else "dim")
-        if figure.name == "used":
-            return cells.CellText(f"{100 * used(data, key):.0f}%", "plain")
         at = data.index(figure.name)
         cell, kind = data.rows[key].cells[at], data.columns[at].kind
+        if figure.name == "headroom" and isinstance(cell, int):
+            share = cell / max(1, sum(pages_of(data, key)[:4]))
+            style: spans.Style = "ok" if share > PLENTY else "warn" if share > SHORT else "bad"
+            return cells.CellText(f"{compact(cell)} {100 * share:.0f}%", style)
         shown = cells.show(cell, kind, self._now_s, figure.width)
         if cell == 0 and kind in {"pages", "count"}:
             return shown._replace(style="dim")
@@ -257,10 +260,3 @@ def pages_of(data: TableData, key: str) -> bars.PoolPages:
     return bars.PoolPages(
         **{name: int(cell) if isinstance(cell, int | float) else 0 for name, cell in found.items()}
     )
-
-
-def used(data: TableData, key: str) -> float:
-    """The share of the pages that are not free."""
-    pages = pages_of(data, key)
-    total = sum(pages) - pages.locked
-    return 1 - pages.free / total if total else 0.0

@@ -13,13 +13,14 @@ import msgspec
 from textual.message import Message
 from typing_extensions import override
 
+from kvd.filters import KEY
 from kvd.text import clean, counted
-from kvd.wire.console import MAX_ROWS, Filter, Query
+from kvd.wire.console import MAX_FILTERS, MAX_ROWS, Filter, Query
 from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
 from tui.draw.spans import columns as width_of
 from tui.model import cells
-from tui.model.columns import NamedRow, places
+from tui.model.columns import NamedRow, heading, places
 from tui.widgets.canvas import NOT_HERE_YET, Canvas, console
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class ColumnRules(msgspec.Struct, frozen=True):
 
 def natural(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
     """How wide each column would like to be: its widest text, and its name."""
-    widths = [width_of(column.name) for column in columns]
+    widths = [width_of(heading(column)) for column in columns]
     for row in rows:
         for at, text in enumerate(row):
             if len(text) > widths[at]:
@@ -183,6 +184,9 @@ class WindowedTable(Canvas):
     class Opened(Moved):
         """A row was clicked twice."""
 
+    head_lines = HEAD_LINES
+    """Above the rows."""
+
     def __init__(
         self,
         view: str,
@@ -201,6 +205,10 @@ class WindowedTable(Canvas):
         self.sort = sort
         self.filters: tuple[Filter, ...] = ()
         self.filter_text = ""
+        self.only: tuple[Filter, ...] = ()
+        """What the page leaves out by itself; the operator's filters come on top."""
+        self.pinned = ""
+        """What alone is asked for, as it was gone to and was not in sight; empty for nothing."""
         self.opened: tuple[int, ...] = ()
         """Nodes of the tree whose children are shown."""
         self.is_wide = False
@@ -234,17 +242,24 @@ class WindowedTable(Canvas):
     @property
     def page_rows(self) -> int:
         """Rows that there is room for."""
-        return max(1, self.size.height - HEAD_LINES)
+        return max(1, self.size.height - self.head_lines)
 
     def asks(self) -> Query:
         """What to ask for: what is shown, and half a screen more, so that small steps are here."""
         half = max(1, self.page_rows // 2)
+        filters = (*self.only, *self.filters)[:MAX_FILTERS]
+        if self.pinned:
+            kind, _, number = self.pinned.partition(":")
+            is_room = kind == "room"
+            filters = (
+                Filter(kind, "is", float(number)) if is_room else Filter(KEY, "is", self.pinned),
+            )
         return Query(
             self.view,
             first=self._first // half * half,
             limit=min(MAX_ROWS, self.page_rows + half),
             sort=self.sort,
-            filters=self.filters,
+            filters=filters,
             opened=self.opened,
         )
 
@@ -277,11 +292,15 @@ class WindowedTable(Canvas):
                 self._measured = newest
                 for rates in self._rates:
                     rates.take(newest)
-        data = snapshot.table(self.asks())
+        asked = self.asks()
+        data = snapshot.table(asked)
         if data is not None and data is not self.source:
             self.source = data
             self.data = self._computed.extend(data) if self._computed is not None else data
             self._place()
+        elif data is None and self.source is not None and self.source.slot.filters != asked.filters:
+            self.source = self.data = None  # rows that nobody asks for, and no key is to be about
+            self._key = ""
         self.redraw()
 
     def _place(self) -> None:
@@ -313,7 +332,10 @@ class WindowedTable(Canvas):
     def make_lines(self, width: int, height: int) -> Sequence[Line]:
         data = self.data
         if data is None:
-            return [self._caption(NOT_HERE_YET, width)]
+            is_frozen = console(self).mirror.history.is_frozen
+            return [
+                self._caption("frozen: not in this picture" if is_frozen else NOT_HERE_YET, width)
+            ]
         shown = [
             (index, self._key_at(index))
             for index in range(self._first, min(self._first + self.page_rows, data.total))
@@ -383,13 +405,13 @@ class WindowedTable(Canvas):
             words.append(f"by {self.sort}")
         if self._fit.hidden:
             words.append(f"{counted(self._fit.hidden, 'column')} hidden")
-        if data.note:
-            words.append(data.note)
         return " · ".join(words)
 
     def _caption(self, words: str, width: int) -> Line:
-        title: Line = (cleaned(self.title, "head"),)
-        if self.filters:
+        title: Line = (cleaned(self.title, "head" if self.is_active else "dim"),)
+        if self.pinned:
+            title = (cleaned(f"only {self.pinned}, Esc: all", "key"),)
+        elif self.filters:
             title = (*title, Styled(" /", "key"), cleaned(self.filter_text, "key"))
         return spans.ruled(title, (cleaned(words, "dim"),), width)
 
@@ -398,7 +420,7 @@ class WindowedTable(Canvas):
         for at, width in zip(self._fit.at, self._fit.widths, strict=True):
             column = data.columns[at]
             mark = {f"-{column.name}": " ↓", column.name: " ↑"}.get(self.sort, "")
-            name = clean(column.name) + mark
+            name = clean(heading(column)) + mark
             pad = spans.right if column.kind in cells.FIGURES else spans.left
             made.append(Styled(pad(name, width), "key" if mark else "head"))
             made.append(Styled(" " * GAP))
@@ -410,12 +432,14 @@ class WindowedTable(Canvas):
         if texts is None:
             return (Styled(mark, "key"), Styled("…", "dim"))
         columns, gap = self.columns, ""
+        states = [texts[at][1] for at in self._fit.at if columns[at].kind == "state"]
+        tint: Style = states[0] if states and states[0] in {"bad", "warn"} else "plain"
         made = [Styled(mark, "key")]
         for at, width in zip(self._fit.at, self._fit.widths, strict=True):
             text, style = texts[at]
             pad = spans.right if columns[at].kind in cells.FIGURES else spans.left
             if style == "plain":
-                made.append(Styled(gap + pad(text, width)))
+                made.append(Styled(gap + pad(text, width), tint))
             else:
                 made += [Styled(gap), Styled(pad(text, width), style)]
             gap = " " * GAP
@@ -462,6 +486,22 @@ class WindowedTable(Canvas):
         self._go(data.slot.first + data.order.index(key))
         return True
 
+    def pin(self, ref: str) -> bool:
+        """Ask for this row alone, or for all again where it is empty; whether that is another."""
+        if ref == self.pinned:
+            return False
+        self.pinned = ref
+        self.move_to_start()
+        return True
+
+    def restrict(self, only: tuple[Filter, ...], title: str) -> None:
+        """Show only these, from the top."""
+        self.title = title
+        if only != self.only:
+            self.only = only
+            self._first = self._cursor = 0
+            self._is_following = False
+
     def set_filters(self, text: str, filters: tuple[Filter, ...]) -> None:
         """Show only what passes, from the top; ``text`` is how it was written."""
         self.filter_text, self.filters = text, filters
@@ -486,6 +526,16 @@ class WindowedTable(Canvas):
         at = names.index(now) if now in names else 0
         self.sort_by(names[(at + 1) % len(names)])
 
+    def sort_by_letter(self, letter: str) -> None:
+        """By the next column that is shown whose heading begins with this letter."""
+        shown = [self.columns[at] for at in self._fit.at]
+        names = [column.name for column in shown if heading(column).startswith(letter)]
+        told = [self._stands_for.get(name, name) for name in names]
+        now = self.sort.removeprefix("-")
+        if names:
+            is_more = now in told and len(set(told)) > 1
+            self.sort_by(names[(told.index(now) + 1) % len(names)] if is_more else names[0])
+
     def sort_by(self, name: str) -> None:
         """By this column, the other way round if it is sorted by it; figures from the largest."""
         name = self._stands_for.get(name, name)
@@ -507,15 +557,19 @@ class WindowedTable(Canvas):
 
     # ---- the mouse --------------------------------------------------------------------------
 
+    def row_at(self, y: int) -> int:
+        """Which row is on this line; under 0 for none."""
+        return self._first + y - self.head_lines if y >= self.head_lines else -1
+
     def on_click(self, event: events.Click) -> None:
         """The name of a column sorts, a row is chosen, and opened by the second click."""
-        if event.y == HEAD_LINES - 1:
+        if event.y == HEAD_LINES - 1 < self.head_lines:
             at = self._fit.column_under(event.x - GUTTER)
             if at is not None:
                 self.sort_by(self.columns[at].name)
             return
-        index = self._first + event.y - HEAD_LINES
-        if event.y >= HEAD_LINES and self._key_at(index):
+        index = self.row_at(event.y)
+        if index >= 0 and self._key_at(index):
             self._go(index)
             if event.chain == 2:
                 self.post_message(self.Opened(self))

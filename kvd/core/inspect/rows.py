@@ -248,7 +248,12 @@ class WaitingRow:
     @property
     def lacks_pages(self) -> bool:
         """Whether it waits for memory: not for its peer, nor for those before it."""
-        return bool(self.waiter.budget) and self.waiter.blocked() is None
+        return bool(self.waiter.budget) and not self.is_blocked
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether it waits for its peer, or for a tier, whatever room there is."""
+        return self.waiter.blocked() is not None
 
 
 def waiting_rows(node: NodeView) -> Iterator[WaitingRow]:

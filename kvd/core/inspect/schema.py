@@ -729,4 +729,10 @@ WAITING: StateTable[WaitingRow, WaitingState] = StateTable(
     StateField("overtaken", "count", "waiter.overtaken", "how many went past it"),
     StateField("why", "text", lambda node, one: why_waits(node.admission, one.waiter, one.ahead)),
     StateField("held_by", "holders", "", "who has the most of what is short"),
+    StateField(
+        "lacks",
+        "text",
+        lambda _, one: "pages" if one.lacks_pages else "a peer" if one.is_blocked else "its turn",
+        "what it waits for: pages, a peer, or its turn",
+    ),
 )

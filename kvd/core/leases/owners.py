@@ -258,15 +258,18 @@ class Owners:
 
     def biggest(self, budget: str) -> tuple[Kept, ...]:
         """The same as they are, the biggest first; one look at all leases."""
+        # Locked and promised pages count: nobody else gets those either while it lives.
+        found = heapq.nlargest(HOLDERS_NAMED, self.kept(budget), key=lambda one: sum(one[:3]))
+        return tuple(figures for figures in found if any(figures[:3]))
+
+    def kept(self, budget: str) -> list[Kept]:
+        """What each lease keeps of that component, maybe nothing."""
         table = self._leases
         component = table.components.named(budget)
         index = table.budgets.names.index(budget) if component is not None else 0
-        kept = [
+        return [
             Kept(lease.held_pages, lease.owned, lease.promised_of(index), lease)
             if component is None
             else Kept(count(component.own_pages(lease)), 0, lease.promised_of(index), lease)
             for lease in table.leases.values()
         ]
-        # Locked and promised pages count: nobody else gets those either while it lives.
-        found = heapq.nlargest(HOLDERS_NAMED, kept, key=lambda one: sum(one[:3]))
-        return tuple(figures for figures in found if any(figures[:3]))
