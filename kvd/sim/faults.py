@@ -35,6 +35,8 @@ class Faults:
             "agent": self._agent,
             "worker": self._worker,
             "deaf": self._deaf,
+            "storage": lambda host: host.restart_storage("it crashed"),
+            "damage": lambda host: host.disk.damage(self._rng.randrange(1000)),
         }
 
     def schedule(self) -> None:

@@ -21,6 +21,7 @@ from kvd.errors import Code, Refusal
 from kvd.sim.engine import SimSession
 from kvd.sim.node_shell import NodeShell, incarnation
 from kvd.sim.pool import SimMemory
+from kvd.sim.storage import SimDisk, SimStorageProcess
 from kvd.sim.transfer_process import SimTransferProcess
 from kvd.sim.violation import Violated, require
 from kvd.sim.worker import SimWorker
@@ -72,6 +73,10 @@ class SimHost(NodeShell):
         """By connection: processes that copy, until the daemon knows that they are dead."""
         self.grants: dict[int, int] = {}
         """Lease of every handoff that was offered in this life."""
+        self.storage: SimStorageProcess | None = None
+        """None where there is no tier."""
+        if settings.tiers:
+            self.disk: SimDisk[int] = SimDisk(settings.tiers[0])
         self._n_sessions = self._n_workers = 0
         self._seq = 0
         self._balance = (-1, -1)
@@ -96,6 +101,8 @@ class SimHost(NodeShell):
         self.attach()
         self.transfer = SimTransferProcess(self, 1)
         self.transfer.start("start")
+        if self.settings.tiers:
+            self.storage = SimStorageProcess(self, self.disk, 1)
         world.agenda.after(TICK_S * world.rng.random(), self.tick, self.life)
 
     def dial(self) -> None:
@@ -121,6 +128,8 @@ class SimHost(NodeShell):
         self.is_up = False
         self.session.die()
         self.transfer.die()
+        if self.storage is not None:
+            self.storage.die()
         for worker in self.workers.values():
             worker.die()
         self.workers.clear()
@@ -243,6 +252,29 @@ class SimHost(NodeShell):
         if self.life == life and self.is_up and self.transfer is old:
             self.transfer = SimTransferProcess(self, old.generation + 1)
             self.transfer.start(why)
+
+    @override
+    def order_storage(self, order: effects.StorageOrder) -> None:
+        if self.storage is not None:
+            self.storage.order(order)
+
+    @override
+    def restart_storage(self, why: str) -> None:
+        # As with the transfer process: once the effects of the running step are carried out.
+        old = self.storage
+        if old is not None and old.is_alive:
+            self.world.agenda.after(0.0, self._replace_storage, old, why)
+
+    def _replace_storage(self, old: SimStorageProcess, why: str) -> None:
+        if self.storage is not old or not old.is_alive:
+            return
+        agenda = self.world.agenda
+        if self.asleep_until_s > agenda.now_s:
+            agenda.at(self.asleep_until_s, self._replace_storage, old, why)
+            return
+        old.die()
+        self.feed(inputs.StorageGone(agenda.now_s, old.generation, why))
+        self.storage = SimStorageProcess(self, self.disk, old.generation + 1)
 
     # ---- inputs ------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ FAULTS = (
     "abort",
     "agent",
 )
-"""What ``faults`` can do to a node; beside these, ``worker`` and ``deaf`` to engines that copy."""
+"""What ``faults`` can do to a node; beside these, ``worker`` and ``deaf`` to engines that copy,
+``storage`` and ``damage`` to a tier below the pool."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +66,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Of the pools; see ``pool``."""
     beside_pages: tuple[int, ...] = ()
     """Of the component beside the first that has pages of its own."""
+    tier_objects: tuple[int, ...] = ()
+    """What a tier below the pool holds; none: there is no tier."""
 
 
 _OTHER_FAMILY = Profile(
@@ -182,6 +185,24 @@ PROFILES = {
         pool_pages=(24, 40, 64),
         fickle=0.1,
         copying=0.8,
+    ),
+    "tiers": Profile(
+        loss=0.02,
+        delays=0.05,
+        faults_per_s=1.5,
+        faults=(
+            *("storage", "damage", "damage", "flush", "evict", "engine", "daemon", "transfer"),
+            *("suspend", "abort"),
+        ),
+        longest_trouble_s=1.5,
+        slow_posts=0.1,
+        failing_posts=0.02,
+        doubts=0.3,
+        pool_pages=(24, 40, 64),
+        requests_per_s=6.0,
+        fickle=0.1,
+        pulls=0.1,
+        tier_objects=(6, 30, 300),
     ),
     "swa": replace(_OTHER_FAMILY, family="swa", beside_pages=(30, 60)),
     "swa-tiny": replace(_TINY_FAMILY, family="swa", beside_pages=(9, 12, 24)),

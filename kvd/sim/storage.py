@@ -1,20 +1,26 @@
-"""What lies below a simulated pool: objects on a disk, which outlive every process.
+"""What lies below a simulated pool: objects on a disk that outlives every process, and the process.
 
-The disk is honest about itself and nothing else: an object is what was written under its key, until
-a fault makes it short, another one's, or gone. What a storage process says of it is up to whoever
-plays that process. It is bounded, and whoever writes beyond the bound is found out.
+An object is what was written under its key, until a fault makes it short, another one's, or gone.
+The disk is bounded, and whoever writes beyond the bound is found out. The process obeys in order,
+each order in its time: some are slow, some are never done, some fail. When it is killed what it
+was reading into is torn, and what it was writing is there or not.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from kvd.core import effects, inputs
 from kvd.core.tiers.keys import each_key
+from kvd.sim.contents import TORN
 from kvd.sim.violation import require
+from kvd.types import page_ids
 
 if TYPE_CHECKING:
-    from kvd.core import effects
+    from collections.abc import Callable
+
     from kvd.core.settings import TierSettings
+    from kvd.sim.host import SimHost
 
 C = TypeVar("C")
 """What a page holds, as the world has it."""
@@ -68,3 +74,149 @@ class SimDisk(Generic[C]):
         for namespace, key in self.objects:
             keys.setdefault(namespace, []).append(key)
         return {namespace: b"".join(found) for namespace, found in keys.items()}
+
+    def damage(self, place: int) -> None:
+        """One of its objects is short or another's from now on, or is gone."""
+        named = list(self.objects)
+        if not named:
+            return
+        if place % 3:
+            self.damaged.add(named[place % len(named)])
+        else:
+            del self.objects[named[place % len(named)]]
+
+
+START_S = 0.2
+ORDER_S, SLOW_S = 0.05, 1.5
+SLOW, NEVER, FAILS = 0.1, 0.01, 0.03
+"""Shares of orders in a storm."""
+
+
+class SimStorageProcess:
+    """One storage process, from its start to its death."""
+
+    def __init__(self, host: SimHost, disk: SimDisk[int], generation: int) -> None:
+        self.host = host
+        self.disk = disk
+        self.generation = generation
+        self.is_alive = True
+        self.orders: list[tuple[effects.StorageOrder, list[int]]] = []
+        """In order, with what the pages of one that writes objects held when it was ordered."""
+        self._agenda = host.world.agenda
+        self._random = host.world.rng.random
+        self._is_busy = False
+        self._agenda.after(START_S * self._random(), self._told, self._ready)
+
+    def die(self) -> None:
+        """Killed, in the middle of its first order."""
+        self.is_alive = False
+        for order, _ in self.orders[:1]:
+            pages = page_ids(order.pages) if isinstance(order, effects.Promote) else []
+            if pages and self._is_busy:
+                self._check_owner(order)
+                self.host.memory.first[pages[int(len(pages) * self._random())]] = TORN
+            elif isinstance(order, effects.Demote) and self._is_busy:
+                self._write(order, int(len(each_key(order.keys)) * self._random()))
+        self.orders.clear()
+
+    def order(self, order: effects.StorageOrder) -> None:
+        """Take an order; a dead process takes none."""
+        if not self.is_alive:
+            return
+        memory = self.host.memory.first
+        is_demotion = isinstance(order, effects.Demote)
+        pages = page_ids(order.pages) if isinstance(order, effects.Demote) else []
+        self.orders.append((order, [memory[page] for page in pages] if is_demotion else []))
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._is_busy or not self.orders:
+            return
+        self._is_busy = True
+        is_stormy, dice = self.host.world.is_stormy, self._random()
+        if is_stormy and dice < NEVER:
+            return
+        longest_s = SLOW_S if is_stormy and dice < NEVER + SLOW else ORDER_S
+        self._agenda.after(longest_s * self._random(), self._told, self._carry_out)
+
+    def _told(self, what: Callable[[], None]) -> None:
+        """Once its daemon is awake."""
+        host, now_s = self.host, self._agenda.now_s
+        if not self.is_alive:
+            return
+        if host.asleep_until_s > now_s:
+            self._agenda.at(host.asleep_until_s, self._told, what)
+        else:
+            what()
+
+    def _ready(self) -> None:
+        now_s, name = self._agenda.now_s, self.disk.name
+        for namespace, keys in self.disk.found().items():
+            self.host.feed(inputs.TierFound(now_s, name, namespace, keys))
+        self.host.feed(inputs.TierReady(now_s, name, self.generation))
+
+    def _carry_out(self) -> None:
+        order, held = self.orders.pop(0)
+        self._is_busy = False
+        report: inputs.StorageReport | None = None
+        match order:
+            case effects.Demote():
+                report = self._demote(order, held)
+            case effects.Promote():
+                report = self._promote(order)
+            case effects.DropObjects():
+                self.disk.drop(order)
+            case effects.DropNamespace():
+                self.disk.drop_namespace(order.namespace)
+        if report is not None:
+            self.host.feed(report)
+        if self.is_alive:
+            self._begin()
+
+    def _demote(self, order: effects.Demote, held: list[int]) -> inputs.Demoted:
+        self._check_owner(order)
+        memory, pages = self.host.memory.first, page_ids(order.pages)
+        name = self.host.name
+        require(
+            [memory[page] for page in pages] == held,
+            f"{name}: pages {pages} were overwritten while order {order.ticket} read them",
+        )
+        n_written = len(pages)
+        if self.host.world.is_stormy and self._random() < FAILS:
+            n_written = int(n_written * self._random())
+        self._write(order, n_written)
+        why = "" if n_written == len(pages) else "no space left on device"
+        written = tuple(range(n_written))
+        return inputs.Demoted(self._agenda.now_s, order.ticket, written, n_written, why)
+
+    def _write(self, order: effects.Demote, n_objects: int) -> None:
+        memory = self.host.memory.first
+        pairs = zip(each_key(order.keys), page_ids(order.pages), strict=True)
+        for key, page in list(pairs)[:n_objects]:
+            self.disk.write(order.namespace, key, memory[page])
+
+    def _promote(self, order: effects.Promote) -> inputs.Promoted:
+        self._check_owner(order)
+        bad = []
+        pairs = zip(each_key(order.keys), page_ids(order.pages), strict=True)
+        for at, (key, page) in enumerate(pairs):
+            content = self.disk.read(order.namespace, key)
+            self.host.memory.first[page] = TORN if content is None else content
+            bad += [at] if content is None else []
+        n_bytes = len(page_ids(order.pages)) - len(bad)
+        why = "does not verify" if bad else ""
+        return inputs.Promoted(self._agenda.now_s, order.ticket, tuple(bad), n_bytes, why)
+
+    def _check_owner(self, order: effects.Demote | effects.Promote) -> None:
+        """Its pages are kept for it, now: nobody else writes or reads them meanwhile."""
+        node, name = self.host.node, self.host.name
+        move = node.tiers.moves.under_way.get(order.ticket)
+        lease = move.lease if move is not None else None
+        is_kept = lease is not None and node.leases.leases.get(lease.id) is lease
+        require(is_kept, f"{name}: order {order.ticket} is carried out, and nobody keeps its pages")
+        assert lease is not None
+        kept = lease.held if isinstance(order, effects.Promote) else lease.page_table
+        require(
+            set(page_ids(kept)).issuperset(page_ids(order.pages)),
+            f"{name}: order {order.ticket} has pages that lease {lease.id} does not keep for it",
+        )

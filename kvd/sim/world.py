@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from kvd.core.node import NodeState
-from kvd.core.settings import Settings
+from kvd.core.settings import Demotion, Settings, TierSettings
 from kvd.sim.agenda import Agenda
 from kvd.sim.contents import PAGE_TOKENS, Contents, WrittenPrompt
 from kvd.sim.copying import COPYING
@@ -137,7 +137,22 @@ class World:
                 (Integrity.OFF, Integrity.OFF, Integrity.SAMPLED, Integrity.FULL)
             ),
         )
+        if self.profile.tier_objects:
+            settings = msgspec.structs.replace(settings, tiers=(self._tier(),))
         return SimHost(self, settings)
+
+    def _tier(self) -> TierSettings:
+        """Objects of one byte each, and few of them under way at a time."""
+        rng = self.rng
+        return TierSettings(
+            name="disk",
+            capacity_bytes=rng.choice(self.profile.tier_objects),
+            object_bytes=1,
+            demotion=rng.choice((Demotion.ALWAYS, Demotion.ALWAYS, Demotion.SECOND_USE)),
+            wait_s=rng.choice((0.1, 1.0)),
+            deadline_s=2.0,
+            max_moving_bytes=rng.choice((1, 4, 32)),
+        )
 
     def _has_link(self, host: SimHost, other: SimHost) -> bool:
         """Decode nodes dial prefill nodes."""
@@ -404,6 +419,7 @@ def _unfinished(host: SimHost) -> list[str]:
         "copies of engines": list(node.engine_copies),
         "engines that die": host.deaf,
         "fetches": node.fetcher.turns,
+        "orders of storage": node.tiers.moves.under_way,
     }
     left = [f"{host.name}: {len(place)} {name}" for name, place in places.items() if place]
     quieting = host.transfer.inbound.asked + len(host.transfer.inbound.questions)

@@ -12,7 +12,8 @@ CIRCLES = {
     "kvd.bench.raw_nixl, kvd.bench.stream": "one measures with the figures of the other",
     "kvd.daemon.app, kvd.daemon.reload": "a reload changes the running daemon in eight places",
     "kvd.sim.copying, kvd.sim.engine, kvd.sim.faults, kvd.sim.host, kvd.sim.network, "
-    "kvd.sim.receiving, kvd.sim.sending, kvd.sim.transfer_process, kvd.sim.worker, "
+    "kvd.sim.receiving, kvd.sim.sending, kvd.sim.storage, kvd.sim.transfer_process, "
+    "kvd.sim.worker, "
     "kvd.sim.world": "who lives in a world knows it",
     "tui.actions, tui.app, tui.screens, tui.screens.clients, tui.screens.events, "
     "tui.screens.handoffs, tui.screens.overview, tui.screens.page, tui.screens.peers, "

@@ -20,7 +20,14 @@ LOG = msgspec.msgpack.Decoder(list[Input])
 
 @pytest.mark.parametrize(
     ("seed", "profile"),
-    [*((seed, "storm") for seed in range(8)), (8, "swa"), (9, "recurrent"), (10, "hisparse")],
+    [
+        *((seed, "storm") for seed in range(8)),
+        (8, "swa"),
+        (9, "recurrent"),
+        (10, "hisparse"),
+        (11, "tiers"),
+        (12, "tiers"),
+    ],
 )
 def test_a_log_of_inputs_replays_to_the_same_effects_events_and_state(seed, profile):
     for life in recorded(seed, profile):
@@ -40,6 +47,7 @@ def test_a_log_of_inputs_replays_to_the_same_effects_events_and_state(seed, prof
     [
         *((seed, "storm") for seed in range(100, 108)),
         *((seed, profile) for profile in ("swa", "recurrent", "hisparse") for seed in (108, 109)),
+        *((seed, "tiers") for seed in (110, 111)),
     ],
 )
 def test_a_node_that_was_frozen_and_thawed_on_the_way_goes_on_as_the_original(seed, profile):

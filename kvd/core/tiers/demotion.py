@@ -130,9 +130,7 @@ class Demoter:
         now = (leases.growth, leases.releases, leases.evicted_pages)
         if now == self._seen:
             return
-        # No more than half of what the tier holds: what is written last would push out the first.
-        ahead = min(leases.capacity_pages // AHEAD, tier.index.capacity // 2 or 1)
-        ahead -= leases.pool.free_pages
+        ahead = leases.capacity_pages // AHEAD - leases.pool.free_pages
         moving = self._moves.n_objects(tier, NodeDemotion)
         most = min(tier.most_moving, leases.capacity_pages // LOCKED or 1, tier.index.capacity)
         left = most - moving
@@ -151,32 +149,35 @@ class Demoter:
         """
         chosen: list[tuple[RadixNode, list[int]]] = []
         hashed = 0
+        # No more than half of what the tier holds: what is written last would push out the first.
+        fits = self.tier.index.capacity // 2 or 1
         for node in islice(self._leases.tree.order.ahead(), MOST_LOOKS):
-            if ahead <= 0:
+            if ahead <= 0 or fits <= 0:
                 return chosen, True
             if left <= 0 or hashed >= MOST_HASHED:
                 return chosen, False
             if node is None or (node.lock_ref and node not in self._quiet.by_node):
                 continue
             ahead -= node.n_pages
-            if node.lock_ref:
-                continue  # it is being written
             if not self.wants(node):
                 continue
+            before, fits = fits, fits - node.n_pages
+            if node.lock_ref:
+                continue  # it is being written
             if not self._keys.is_known(node):
                 hashed += node.n_pages
             namespace = node.namespace
             if self.tier.index.has(namespace, self._keys.end_of(node)):
                 continue
-            places = self._lacking(node, namespace, left)
+            places = self._lacking(node, namespace, before, left)
             if places:
                 chosen.append((node, places))
                 left -= len(places)
         return chosen, True
 
-    def _lacking(self, node: RadixNode, namespace: str, most: int) -> list[int]:
-        """The first places of its pages that the tier has not."""
-        keys, index = self._keys_of(node), self.tier.index
+    def _lacking(self, node: RadixNode, namespace: str, within: int, most: int) -> list[int]:
+        """The first ``most`` of its first pages ``within`` that the tier has not."""
+        keys, index = self._keys_of(node)[:within], self.tier.index
         lacking = (place for place, key in enumerate(keys) if not index.has(namespace, key))
         return list(islice(lacking, most))
 
