@@ -62,7 +62,8 @@ class TierSite:
 
     def __init__(self, directory: Path, pages: int, page_bytes: int) -> None:
         self.n_pages, self.page_bytes = pages, page_bytes
-        shape = Geometry(pages + 1, page_bytes, (PieceRow(0, page_bytes, page_bytes),), ())
+        row = PieceRow(0, page_bytes, page_bytes)
+        shape = Geometry(pages=pages + 1, page_bytes=page_bytes, rows=(row,), tensors=())
         fd = os.memfd_create(REGION)
         os.ftruncate(fd, shape.total_bytes)
         plan = RegionPlan(REGION, fd, shape)

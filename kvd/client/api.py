@@ -277,12 +277,10 @@ class Node:
 
         Args:
             tokens: the prompt, or what ``prompt`` made of it.
-            keys: instead of tokens: a key of 16 to 64 bytes for each page, all of one size. The
-                prompt is as many whole pages long. Who makes them sees to it that a key stands for
-                all tokens up to the end of its page, or that the keys before it do.
+            keys: instead of tokens: a key of 16 to 64 bytes for each page, all of one size. Who
+                makes them sees to it that it, or those before it, stand for all tokens so far.
             extra_keys: what pages are found by beside their tokens, such as the hash of an image:
-                bytes for every page, or a mapping from the number of a page to bytes. Tokens that
-                are committed later have what holds for their page.
+                bytes for every page, or by its number; what is committed later has them too.
             hold: ``prefix`` locks what is cached and takes no pages: the lease has those tokens
                 only and grows by ``extend``. It never waits, so a full pool serves hits too.
             namespace: what isolates equal token ids: model, LoRA, cache salt.
@@ -292,8 +290,7 @@ class Node:
                 is waited for 0.25 s then, one that is stopped 20 ms: ``deadline``.
             cache: whether a commit puts its pages into the prefix cache.
             step_tokens: where the pool has window pages: how far ahead of the last ``slide`` they
-                are mapped. A lease then takes a fixed number of them, whatever its length, and
-                they rotate as it slides; 0: one for every page of the prompt and the reserve.
+                are mapped, a fixed number that rotates; 0: one for each page of prompt and reserve.
             promise_tokens: pages for so many more, behind the reserve, are never short: ``extend``,
                 or a commit with it, brings them. Until then cached KV stays in them, and is found.
             tiers: ``wait`` (if nothing is said) for pages of the prompt that lie in a tier below
@@ -381,13 +378,13 @@ class Node:
             tokens: the prompt; only what is not cached here is sent. Or ``None``, and ``keys``.
             keys: as in ``lease``; both sides give the same.
             extra_keys: as in ``lease``; both sides give the same.
-            source: a peer's name, or an address: tcp://HOST:PORT, NAME@tcp://HOST:PORT. Of several
-                (each once), those with the same KV divide the pages, others send layers and heads.
+            source: a peer's name, tcp://HOST:PORT or NAME@tcp://HOST:PORT. Several divide the work.
             namespace: as in ``lease``.
             reserve_tokens: as in ``lease``.
             priority: as in ``lease``.
             tier: of KV in host memory: ``device`` preloads it if it fits, else ``fetch`` brings it.
-            deadline_s: of the whole handoff.
+            deadline_s: of the whole handoff; ``peer-unknown``, ``no-room`` ... are told at once,
+                ``not-supported`` for a pull of several components, or from an older source.
             cache: as in ``lease``.
             step_tokens: as in ``lease``, for what is generated after the prompt.
             promise_tokens: as in ``lease``.

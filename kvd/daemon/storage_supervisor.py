@@ -97,7 +97,9 @@ class StorageSupervisor:
         now_s = self._reactor.clock()
         match self._found.popleft():
             case Found(tier, namespace, keys):
-                self._reactor.feed(inputs.TierFound(now_s, tier, namespace, keys))
+                self._reactor.feed(
+                    inputs.TierFound(at_s=now_s, tier=tier, namespace=namespace, keys=keys)
+                )
             case Searched(tier):
                 self._reactor.feed(inputs.TierReady(now_s, tier, self._generation))
         if self._found:

@@ -152,7 +152,7 @@ class SimStorageProcess:
     def _ready(self) -> None:
         now_s, name = self._agenda.now_s, self.disk.name
         for namespace, keys in self.disk.found().items():
-            self.host.feed(inputs.TierFound(now_s, name, namespace, keys))
+            self.host.feed(inputs.TierFound(at_s=now_s, tier=name, namespace=namespace, keys=keys))
         self.host.feed(inputs.TierReady(now_s, name, self.generation))
 
     def _carry_out(self) -> None:
@@ -187,7 +187,13 @@ class SimStorageProcess:
         self._write(order, n_written)
         why = "" if n_written == len(pages) else "no space left on device"
         written = tuple(range(n_written))
-        return inputs.Demoted(self._agenda.now_s, order.ticket, written, n_written, why)
+        return inputs.Demoted(
+            at_s=self._agenda.now_s,
+            ticket=order.ticket,
+            written=written,
+            n_bytes=n_written,
+            why=why,
+        )
 
     def _write(self, order: effects.Demote, n_objects: int) -> None:
         memory = self.host.memory.first
@@ -205,7 +211,13 @@ class SimStorageProcess:
             bad += [at] if content is None else []
         n_bytes = len(page_ids(order.pages)) - len(bad)
         why = "does not verify" if bad else ""
-        return inputs.Promoted(self._agenda.now_s, order.ticket, tuple(bad), n_bytes, why)
+        return inputs.Promoted(
+            at_s=self._agenda.now_s,
+            ticket=order.ticket,
+            bad=tuple(bad),
+            n_bytes=n_bytes,
+            why=why,
+        )
 
     def _check_owner(self, order: effects.Demote | effects.Promote) -> None:
         """Its pages are kept for it, now: nobody else writes or reads them meanwhile."""

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from kvd.storage.orders import DirectoryPlan, ObjectPart
     from kvd.transfer.orders import RegionPlan
 
-STORAGE: Final = ProcessKind("storage process", "kvd.storage.worker", STORAGE_STREAM, StorageReady)
+STORAGE: Final = ProcessKind(
+    what="storage process",
+    module="kvd.storage.worker",
+    stream=STORAGE_STREAM,
+    ready=StorageReady,
+)
 
 
 class StorageProcess(WorkerProcess[StorageOrders, StorageReports, StorageReady]):

@@ -346,7 +346,9 @@ class WorkerProcess(Generic[OrderT, ReportT, ReadyT]):
             self._on_exit(why)
 
 
-TRANSFER: Final = ProcessKind("transfer process", TRANSFER_WORKER, TRANSFER_STREAM, Ready)
+TRANSFER: Final = ProcessKind(
+    what="transfer process", module=TRANSFER_WORKER, stream=TRANSFER_STREAM, ready=Ready
+)
 
 
 class TransferProcess(WorkerProcess[Order, Report, Ready]):

@@ -135,6 +135,10 @@ def tiered(make):
 
 def test_what_was_evicted_comes_back_as_it_was_and_outlives_the_daemon(tiered):
     assert tiered.match(0) == 0
+    with connect(tiered.daemon.client, name="hurried") as node:
+        lease = node.lease(tiered.prompts[0], tiers="now")
+        assert (lease.prefix_len, lease.tiers.tokens) == (0, PROMPT_TOKENS)
+        lease.release()
     assert tiered.lease(0) == PROMPT_TOKENS
     assert tiered.match(0) == PROMPT_TOKENS
     (tier,) = tiered.daemon.snapshot().tiers

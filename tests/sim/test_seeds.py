@@ -34,7 +34,7 @@ def test_nothing_is_violated_in_any_weather(profile):
         assert ending.steps > plan.steps
 
 
-@pytest.mark.parametrize("profile", ["storm", "copies"])
+@pytest.mark.parametrize("profile", ["storm", "copies", "tiers"])
 def test_nothing_is_violated_when_everything_is_checked_after_every_step(profile):
     plan = SimPlan(steps=400, nodes=2, profile=profile, audit_steps=1)
     for seed in range(100, 106):
