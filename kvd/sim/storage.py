@@ -111,9 +111,9 @@ class SimStorageProcess:
         """Killed, in the middle of its first order."""
         self.is_alive = False
         for order, _ in self.orders[:1]:
-            pages = page_ids(order.pages) if isinstance(order, effects.Promote) else []
-            if pages and self._is_busy:
+            if isinstance(order, effects.Promote) and self._is_busy:
                 self._check_owner(order)
+                pages = page_ids(order.pages)
                 self.host.memory.first[pages[int(len(pages) * self._random())]] = TORN
             elif isinstance(order, effects.Demote) and self._is_busy:
                 self._write(order, int(len(each_key(order.keys)) * self._random()))

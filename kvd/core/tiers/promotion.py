@@ -153,6 +153,10 @@ class Promotions:
         if not serving:
             return None
         page_bytes = self._leases.page_size * ID_BYTES
+        # Before any key is worked out: most prompts that go on are here as a whole.
+        n_cached = self._leases.tree.probe(tokens, namespace)
+        if len(tokens) - n_cached * ID_BYTES < page_bytes:
+            return None
         have_tokens, before = self._keys.behind(tokens, namespace)
         found: list[bytes] = []
         first, last, key = have_tokens * ID_BYTES, len(tokens) - page_bytes, before
