@@ -527,6 +527,7 @@ class KvdTui(App[None], inherit_bindings=False):
         """Charts of minutes, or of all that is kept."""
         at = CHARTED_S.index(self.chart_step_s) + 1
         self.chart_step_s = CHARTED_S[at % len(CHARTED_S)]
+        self.say(f"charts: {self.chart_step_s:g} s a dot")
         self._seen = ()
 
     def action_next_theme(self) -> None:
