@@ -41,7 +41,7 @@ from kvd.connectors.transformers.weights import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from transformers import PreTrainedModel
 
@@ -175,7 +175,7 @@ class GenerateNode:
         self._partition, self._weights, self._save = partition, weights, save
         self._watch = WeightWatch(model)
         self._lock = threading.Lock()
-        self._before: dict[str, Any] = {}
+        self._before: dict[str, Callable[..., Any] | None] = {}
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self.namespace = ""
         """Whose KV the model computes, as of the last ``generate``; empty before the first."""
@@ -183,7 +183,7 @@ class GenerateNode:
 
     def __enter__(self) -> Self:
         # Of the instance, so that whoever has the model, a pipeline too, calls this one.
-        ours: dict[str, Any] = {"generate": self.generate}
+        ours: dict[str, Callable[..., Any]] = {"generate": self.generate}
         if self._link is not None and not self._link.shape.has_kv:
             # A cache of states alone does not say how far it is.
             ours["prepare_inputs_for_generation"] = self._prepare
@@ -296,7 +296,7 @@ class GenerateNode:
             logger.info("kvd: a generate goes without it: %s", why)
         self.counts.alone[kind] += 1
 
-    def _given(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _given(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is about to compute: what, into which cache."""
         cache = None if self._link is None else kwargs.get(self._link.shape.argument)
         if isinstance(cache, KvdCache):
@@ -354,7 +354,7 @@ class GenerateNode:
         for name, value in kwargs.items():
             if value is not None and name not in known:
                 yield f"the model is given {name} beside token ids"
-        settings: dict[str, Any] = {}
+        settings: dict[str, object] = {}
         for found in (own, given, kwargs):
             settings.update({name: found[name] for name in found if found[name] is not None})
         for name, allowed in ONE_BY_ONE.items():
