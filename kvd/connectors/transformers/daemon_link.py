@@ -53,7 +53,7 @@ BROKEN: Final = (OSError, ValueError, RuntimeError)
 """What sockets raise that were closed under a call, and torch where memory is short."""
 
 
-class DaemonLink:
+class CacheLink:
     """The session of one model with the daemon of this node, while there is one.
 
     Args:

@@ -31,7 +31,7 @@ import transformers
 from transformers import GenerationConfig
 
 from kvd.connectors.transformers.cache import KvdCache
-from kvd.connectors.transformers.daemon_link import DaemonLink
+from kvd.connectors.transformers.daemon_link import CacheLink
 from kvd.connectors.transformers.layout import ARGUMENTS, shape_of
 from kvd.connectors.transformers.weights import (
     WeightWatch,
@@ -41,7 +41,7 @@ from kvd.connectors.transformers.weights import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from transformers import PreTrainedModel
 
@@ -133,7 +133,7 @@ def node(
     link = None
     if shape is not None:
         called = name or f"{type(model).__name__}-{os.getpid()}"
-        link = DaemonLink(endpoint, name=called, pool=pool, config=model.config, shape=shape)
+        link = CacheLink(endpoint, name=called, pool=pool, config=model.config, shape=shape)
         link.open()
     return GenerateNode(
         model, link, why_alone=why_alone, partition=partition, weights=weights, save=save
@@ -163,7 +163,7 @@ class GenerateNode:
     def __init__(
         self,
         model: PreTrainedModel,
-        link: DaemonLink | None,
+        link: CacheLink | None,
         *,
         why_alone: str,
         partition: str,
@@ -175,7 +175,7 @@ class GenerateNode:
         self._partition, self._weights, self._save = partition, weights, save
         self._watch = WeightWatch(model)
         self._lock = threading.Lock()
-        self._before: dict[str, Any] = {}
+        self._before: dict[str, Callable[..., Any] | None] = {}
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self.namespace = ""
         """Whose KV the model computes, as of the last ``generate``; empty before the first."""
@@ -183,7 +183,7 @@ class GenerateNode:
 
     def __enter__(self) -> Self:
         # Of the instance, so that whoever has the model, a pipeline too, calls this one.
-        ours: dict[str, Any] = {"generate": self.generate}
+        ours: dict[str, Callable[..., Any]] = {"generate": self.generate}
         if self._link is not None and not self._link.shape.has_kv:
             # A cache of states alone does not say how far it is.
             ours["prepare_inputs_for_generation"] = self._prepare
@@ -238,7 +238,7 @@ class GenerateNode:
 
     # ---- around it -------------------------------------------------------------------------------
 
-    def _begun(self, link: DaemonLink, ids: torch.Tensor) -> tuple[str, KvdCache | None]:
+    def _begun(self, link: CacheLink, ids: torch.Tensor) -> tuple[str, KvdCache | None]:
         """A cache with what the node has of the prompt; or why there is none."""
         why = self._name_weights(link)
         if why:
@@ -256,7 +256,7 @@ class GenerateNode:
             cache.when_computed(n_tokens, lambda: self._saved(link, cache))
         return "", cache
 
-    def _name_weights(self, link: DaemonLink) -> str:
+    def _name_weights(self, link: CacheLink) -> str:
         """Have the namespace be that of the weights of now; why it cannot be."""
         with self._lock:
             if self._watch.has_changed() or not self.namespace:
@@ -271,7 +271,7 @@ class GenerateNode:
                     logger.warning("kvd: nobody shares the cache of this model: %s", flaw)
         return ""
 
-    def _compute_pages(self, link: DaemonLink, cache: KvdCache, ids: torch.Tensor) -> None:
+    def _compute_pages(self, link: CacheLink, cache: KvdCache, ids: torch.Tensor) -> None:
         """Up to the last whole page before the last token, and save what stands there."""
         end = (ids.shape[1] - 1) // link.page_size * link.page_size if link.page_size else 0
         if end <= cache.n_tokens:
@@ -283,7 +283,7 @@ class GenerateNode:
         if self._save != "none":
             self._saved(link, cache)
 
-    def _saved(self, link: DaemonLink, cache: KvdCache) -> None:
+    def _saved(self, link: CacheLink, cache: KvdCache) -> None:
         """Have the node cache what of it is whole pages."""
         if link.shape.has_states and link.page_size and cache.n_tokens % link.page_size:
             return  # A state stands at its end alone, and that is none of a page.
@@ -296,7 +296,7 @@ class GenerateNode:
             logger.info("kvd: a generate goes without it: %s", why)
         self.counts.alone[kind] += 1
 
-    def _given(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _given(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is about to compute: what, into which cache."""
         cache = None if self._link is None else kwargs.get(self._link.shape.argument)
         if isinstance(cache, KvdCache):
@@ -354,7 +354,7 @@ class GenerateNode:
         for name, value in kwargs.items():
             if value is not None and name not in known:
                 yield f"the model is given {name} beside token ids"
-        settings: dict[str, Any] = {}
+        settings: dict[str, object] = {}
         for found in (own, given, kwargs):
             settings.update({name: found[name] for name in found if found[name] is not None})
         for name, allowed in ONE_BY_ONE.items():

@@ -194,7 +194,7 @@ def _attention(model: PreTrainedModel, layer: Any) -> LayerShape:
     return LayerShape(keys.device, kv, window_tokens=window)
 
 
-def _state(model: PreTrainedModel, layer: Any) -> dict[str, Any]:
+def _state(model: PreTrainedModel, layer: Any) -> dict[str, object]:
     if layer.number_of_states != 1:
         raise _not_served(model, f"a layer has {layer.number_of_states} states")
     tensors = {CONV: layer.conv_states[0], SCAN: layer.recurrent_states[0]}

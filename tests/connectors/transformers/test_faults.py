@@ -147,7 +147,7 @@ def test_a_full_pool_serves_hits_and_saves_nothing() -> None:
         answered(model, IDS, max_new_tokens=2)
         with connect_sync(daemon.client, name="greedy") as greedy:
             pages = greedy.pool("main").memory.components[0].pages
-            greedy.lease(reserve_tokens=(pages - 1 - 6) * 16)
+            greedy.lease([1], reserve_tokens=(pages - 1 - 8) * 16)
             assert torch.equal(answered(model, IDS), alone)
             assert node.counts.hit_tokens == 96
             saved = node.counts.saved_tokens

@@ -1,0 +1,16 @@
+"""How long anything takes is the machine's: no wait for a daemon ends before its answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.connectors.transformers import daemon_link
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    monkeypatch.setattr("kvd.client.port.AT_ONCE_S", PATIENCE_S)
+    monkeypatch.setattr(daemon_link, "OPEN_WITHIN_S", PATIENCE_S)
+    monkeypatch.setattr(daemon_link, "AGAIN_WITHIN_S", PATIENCE_S)
