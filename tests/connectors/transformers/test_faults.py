@@ -141,7 +141,7 @@ class _Nowhere:
 
 def test_a_full_pool_serves_hits_and_saves_nothing() -> None:
     model = model_of("llama")
-    other = prompt(120, seed=9)
+    other = prompt(300, seed=9)
     alone, other_alone = answered(model, IDS), answered(model, other)
     with daemon_for(model) as daemon, served(model, daemon) as node:
         answered(model, IDS, max_new_tokens=2)
