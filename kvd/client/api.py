@@ -392,9 +392,6 @@ class Node:
             is_open: the room was open when it was told of; where it is not, none is waited for.
             as_it_comes: ``arriving`` has what has come, where that can be told.
             tiers: as in ``lease``, of this side: what is loaded from a tier is not sent.
-
-        Raises:
-            KvdError: ``peer-unknown``, ``no-room`` ...; ``not-supported``: it cannot be pulled.
         """
         number, asked = _met_in(room, tokens)
         met = self._port.connection.next_call(), number, names(source, "source"), namespace

@@ -80,7 +80,8 @@ class NodeParts:
         self.engine_copies = EngineCopies(settings.name, settings.spec, leases, self.owners, out)
         self._make_handoffs(Payload(settings.spec, leases))
         self.transfers = Transfers(settings, self.prefiller, self.peers, self.ways, out)
-        self.sessions = Sessions(
+        # Their types are named: who reads them may be compiled before this file is understood.
+        self.sessions: Sessions = Sessions(
             owners=self.owners,
             leases=leases,
             admission=self.admission,
@@ -90,7 +91,7 @@ class NodeParts:
             sides=HandoffSides(self.decoder, self.pulls, self.prefiller),
             out=out,
         )
-        self.drainer = Drainer(
+        self.drainer: Drainer = Drainer(
             settings,
             leases,
             self.admission,

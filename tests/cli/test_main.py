@@ -14,7 +14,19 @@ from kvd.cli import BENCHES, VERBS, kvd
 from kvd.cli.lazy import LazyGroup, Verb
 
 PROMISED = (
-    *("serve", "demo", "proxy", "status", "pools", "tree", "locks", "rooms", "peers", "why"),
+    *(
+        "serve",
+        "demo",
+        "proxy",
+        "status",
+        "pools",
+        "tiers",
+        "tree",
+        "locks",
+        "rooms",
+        "peers",
+        "why",
+    ),
     *(
         "events",
         "record",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import stat
@@ -66,6 +67,7 @@ def test_a_client_refuses_memory_smaller_than_described(tmp_path: Path) -> None:
     sock = dial(str(tmp_path / "s"))
     assert sock is not None
     server, _ = listener.accept()
+    gc.collect()  # what other tests have left must not be closed between the two looks
     before = set(os.listdir("/proc/self/fd"))
     small = os.memfd_create("small")
     answer = ATTACH_REPLIES.encode(Attached(1, b"S", "node-a", "", (POOL,)))

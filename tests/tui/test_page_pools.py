@@ -280,8 +280,8 @@ async def test_the_map_says_how_old_it_is_how_free_pages_lie_and_whose_the_other
         await bring(app, feed, pilot)
         assert line_with(app, CAPTION).endswith("seen 0.4s ago in 12ms ─")
         assert line_with(app, "free runs: median 212, largest 18 032 pages")
-        assert line_with(app, "c cache ").endswith("60%     300 000")
-        assert line_with(app, "? nobody ").endswith("<1%          10")
+        assert line_with(app, "c cache    ").endswith("60%     300 000")
+        assert line_with(app, "? nobody    ").endswith("<1%          10")
 
 
 async def test_a_map_that_there_is_not_says_why():

@@ -156,7 +156,9 @@ def test_every_rank_of_every_stage_answers_an_order(load, monkeypatch):
     config, cache = engine()
     parallel(config, 2, 2)
     told = {}
-    half = SimpleNamespace(fill_no_more=None, watch=lambda: None)
+    half = SimpleNamespace(
+        fill_no_more=None, watch=lambda: None, arrivals=SimpleNamespace(is_on=False)
+    )
     monkeypatch.setattr(module, "SchedulerHalf", lambda *args, **how: told.update(how) or half)
     module.KvdConnector(config, module.KVConnectorRole["SCHEDULER"], cache)
     assert told["ranks"] == 4
