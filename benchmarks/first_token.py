@@ -362,14 +362,14 @@ class BothEngines:
             yield found[0], found[1]
 
 
-def kvd_transfer(endpoint: str) -> dict[str, object]:
+def kvd_transfer(endpoint: str, *, parts: bool) -> dict[str, object]:
     """What vLLM is told of kvd."""
     return {
         "kv_connector": "KvdConnector",
         "kv_connector_module_path": "kvd.connectors.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"kvd.endpoint": endpoint},
+        "kv_connector_extra_config": {"kvd.endpoint": endpoint, "kvd.load_parts": parts},
     }
 
 
@@ -408,15 +408,15 @@ def stopping(*pairs: MeasuredPair) -> Iterator[Sequence[MeasuredPair]]:
 
 
 def measured_kvd(
-    told: Told, both: BothEngines, folder: Path, model: Path, asks: AskedOf
+    told: Told, both: BothEngines, folder: Path, model: Path, asks: AskedOf, *, parts: bool
 ) -> list[MeasuredPair]:
     """Two engines beside two daemons, by a router that asks both at once and one in turn."""
     pages = -(-asks.prompt_tokens // BLOCK) * KEPT_PROMPTS
     with two_daemons(folder, settings_of(model, pages)) as daemons:
         told("kvd: two engines start")
         transfers = {
-            "prefill": kvd_transfer(daemons.prefill.client),
-            "decode": kvd_transfer(daemons.decode.client),
+            "prefill": kvd_transfer(daemons.prefill.client, parts=parts),
+            "decode": kvd_transfer(daemons.decode.client, parts=parts),
         }
         leaders = [daemons.prefill.pid, daemons.decode.pid]
         with both.serving(transfers, {}) as engines:
@@ -452,7 +452,14 @@ def measured_nixl(told: Told, both: BothEngines, folder: Path, asks: AskedOf) ->
 
 
 def run(
-    told: Told, *, rounds: int, prompt_tokens: int, chunk: int, model: Path | None, nixl: bool
+    told: Told,
+    *,
+    rounds: int,
+    prompt_tokens: int,
+    chunk: int,
+    model: Path | None,
+    nixl: bool,
+    parts: bool,
 ) -> BenchmarkResult:
     """From the last of a prompt at one vLLM to the first token of its answer at another."""
     if not os.environ.get("KVD_VLLM_PYTHON"):
@@ -464,7 +471,7 @@ def run(
             told("the model")
             model = model_in(folder)
         both = BothEngines(model, folder, chunk=chunk, prompt_tokens=prompt_tokens)
-        measured = measured_kvd(told, both, folder, model, asks)
+        measured = measured_kvd(told, both, folder, model, asks, parts=parts)
         if nixl:
             measured += measured_nixl(told, both, folder, asks)
     best = {pair.connector: pair.median("first") for pair in reversed(measured)}
@@ -497,4 +504,5 @@ command = benchmark(
         help="A model's folder; left out: a small Llama with random weights is made.",
     ),
     click.option("--nixl/--no-nixl", default=True, show_default=True, help="The reference too."),
+    click.option("--parts", is_flag=True, help="With kvd.load_parts."),
 )

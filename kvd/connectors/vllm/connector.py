@@ -166,7 +166,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
                 blocks=self._blocks,
                 ranks=ranks,
             )
-            self._scheduler.arrivals.is_on = self._failed is None
+            self._scheduler.arrivals.is_on = self._options.load_parts and self._failed is None
             self._blocks.on_reset = self._scheduler.fill_no_more
             self._scheduler.watch()
         else:

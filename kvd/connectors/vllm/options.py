@@ -41,6 +41,8 @@ class VllmOptions(msgspec.Struct, frozen=True, rename=lambda name: PREFIX + name
     """A handoff that takes longer is given up, and its prompt computed."""
     probe_wait_s: float = 0.001
     """So long a step of the scheduler waits for an answer of the daemon, at most."""
+    load_parts: bool = False
+    """Fill the blocks of a prompt while it still comes from the node that computes it."""
     copy_threads: int = 1
     """So many threads of each worker copy, where its blocks are in host memory."""
     any_version: bool = False
