@@ -229,22 +229,3 @@ def test_data_parallel_engines_share_what_each_has_cached(alone, model, tmp_path
         finally:
             served.close()
         assert not daemon.snapshot().leases
-
-
-def test_experts_of_data_parallel_engines_which_step_together(forks, families, tmp_path):
-    """An engine that has nothing to compute steps with the others all the same."""
-    asks = [{"ids": FIRST, "max_tokens": 24}, {"ids": TURN, "max_tokens": 24}]
-    alone = tokens_of(forks.answers(families / "gptoss", None, asks))
-    with one_daemon(tmp_path, any_pool(4, KV)) as daemon:
-        served = Served(daemon, families / "gptoss", tmp_path / "log", "--data-parallel-size", "2")
-        try:
-            served.ready()
-            for rank in range(2):
-                served.ask(WARM["ids"], rank)
-            found = [served.ask(FIRST, 0), served.ask(FIRST, 1), served.ask(TURN, 1)]
-            assert [answer["cached"] for answer in found] == [0, 288, 288]
-            assert tokens_of(found) == [alone[0], alone[0], alone[1]]
-        finally:
-            served.close()
-        assert not daemon.snapshot().leases
-    assert "a bug in kvd's connector" not in served.log.read_text()
