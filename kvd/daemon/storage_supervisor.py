@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core import inputs
+from kvd.daemon.revival import Revival
 from kvd.storage.orders import Found, Searched, StorageReady
 from kvd.transfer.orders import Dying
 from kvd.transfer.process import TransportDown
@@ -29,10 +30,7 @@ if TYPE_CHECKING:
     from kvd.storage.orders import StorageReports
     from kvd.storage.process import StorageProcess
 
-FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 60.0
-STEADY_S = 10.0
-"""A process that lived so long has not failed to start: its successor comes at once."""
 
 
 class StorageSupervisor:
@@ -44,8 +42,7 @@ class StorageSupervisor:
         self._make = make
         self._generation = 0
         self._process: StorageProcess | None = None
-        self._pause_s = FIRST_PAUSE_S
-        self._started_s = 0.0
+        self._revival = Revival(reactor.clock, LONGEST_PAUSE_S)
         self._why_down = ""
         self._starting: asyncio.Task[None] | None = None
         self._found: deque[Found | Searched] = deque()
@@ -127,14 +124,8 @@ class StorageSupervisor:
         await self._revive()
 
     async def _revive(self) -> None:
-        """Start until it serves; wait longer each time it does not."""
-        if self._reactor.clock() - self._started_s >= STEADY_S:
-            self._pause_s = 0.0
-        is_up = False
-        while not is_up:
-            await asyncio.sleep(self._pause_s)
-            self._pause_s = min(max(FIRST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
-            is_up = await self._start()
+        """Start until it serves."""
+        await self._revival.until_up(self._start)
         # Last: until it serves, a second restart would start a second process.
         self._starting = None
 
@@ -161,7 +152,7 @@ class StorageSupervisor:
             why = str(down)
         if not why:
             self._why_down = ""
-            self._started_s = self._reactor.clock()
+            self._revival.came_up()
             return True
         self._process = None
         # A reason that stays is told once.

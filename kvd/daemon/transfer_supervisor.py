@@ -21,6 +21,7 @@ import msgspec
 
 from kvd.core import effects, inputs
 from kvd.daemon.pagesums import PageSums
+from kvd.daemon.revival import Revival
 from kvd.transfer.orders import (
     Alive,
     Collapsed,
@@ -38,11 +39,8 @@ if TYPE_CHECKING:
     from kvd.transfer.orders import Order, Report, SharedRegion
     from kvd.transfer.process import TransferProcess
 
-FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 PROBE_EVERY_S = 0.5
-STEADY_S = 10.0
-"""A process that lived so long has not failed to start: its successor comes at once."""
 
 
 class TransferSupervisor:
@@ -78,8 +76,7 @@ class TransferSupervisor:
         self._generation = 0
         self._transport: TransferProcess | None = None
         self._restarting: asyncio.Task[None] | None = None
-        self._pause_s = FIRST_PAUSE_S
-        self._started_s = 0.0
+        self._revival = Revival(reactor.clock, LONGEST_PAUSE_S)
         self._down_s: float | None = None
         self._why_down = ""
         self.shared: tuple[SharedRegion, ...] = ()
@@ -121,10 +118,10 @@ class TransferSupervisor:
         self._down_s = None
         # What the one before left unanswered is not this one's fault.
         self._answered = self._asked
-        self._started_s = self._reactor.clock()
+        self._revival.came_up()
         self._reactor.feed(
             inputs.TransferReady(
-                at_s=self._started_s,
+                at_s=self._reactor.clock(),
                 generation=self._generation,
                 metadata=ready.metadata,
                 transport=ready.transport,
@@ -236,19 +233,18 @@ class TransferSupervisor:
         await self._revive(why)
 
     async def _revive(self, why: str) -> None:
-        """Start again until it serves; wait longer each time it does not."""
-        # One that had served long did not fail to start: no pause for what it did not cause.
-        if self._reactor.clock() - self._started_s >= STEADY_S:
-            self._pause_s = 0.0
-        is_up = False
-        while not is_up:
-            await asyncio.sleep(self._pause_s)
-            self._pause_s = min(max(FIRST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
+        """Start again until it serves."""
+
+        async def start() -> bool:
+            nonlocal why
             try:
                 await self.start(why)
-                is_up = True
             except TransportDown as down:
                 why = str(down)
                 self._is_down(why)
+                return False
+            return True
+
+        await self._revival.until_up(start)
         # Last: until it serves, a second restart would start a second process.
         self._restarting = None

@@ -6,7 +6,7 @@ import asyncio
 
 from kvd.core import inputs
 from kvd.core.effects import DropNamespace, RestartStorage
-from kvd.daemon import storage_supervisor
+from kvd.daemon import revival
 from kvd.daemon.storage_supervisor import StorageSupervisor
 from kvd.storage.orders import Found, Searched, StorageReady
 from kvd.transfer.orders import UNSTAMPED
@@ -172,7 +172,7 @@ async def test_one_that_ends_as_it_gets_ready_is_told_of_and_replaced():
 
 
 async def test_a_reason_that_stays_is_told_once(monkeypatch):
-    monkeypatch.setattr(storage_supervisor, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(revival, "FIRST_PAUSE_S", 0.001)
     lives = [Short(fails="no directory"), Short(fails="no directory"), Short(fails="no disk")]
     storage, reactor = supervised(*lives, Short())
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-import msgspec
 import numpy as np
 
 from kvd.core.effects import Demote, DropNamespace, DropObjects, Promote
@@ -19,11 +17,10 @@ from kvd.storage.orders import DirectoryPlan, Found, ObjectPart, Searched
 from kvd.storage.process import StorageProcess
 from kvd.transfer.orders import RegionPlan
 from kvd.types import Pages, pack_ids
+from tests.support.hearing import HeardReports
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from kvd.storage.orders import StorageReports
 
 LIMIT_S = 20.0
 PAGES = 33
@@ -63,7 +60,7 @@ class Region:
         )
 
 
-class Site:
+class Site(HeardReports):
     """Starts storage processes, and hears what they say."""
 
     def __init__(
@@ -74,6 +71,7 @@ class Site:
         *,
         layout: str = "ours",
     ) -> None:
+        super().__init__(LIMIT_S)
         self.directory = directory
         self.regions = [
             Region(name, shape, seed)
@@ -81,10 +79,7 @@ class Site:
         ]
         self.parts = parts
         self.layout = blake2b(layout.encode(), digest_size=20).hexdigest()
-        self.reports: list[StorageReports] = []
-        self.exits: list[str] = []
         self.process: StorageProcess | None = None
-        self._news = asyncio.Event()
         self._tickets = iter(range(1, 100_000))
         self._lives = 0
 
@@ -114,30 +109,6 @@ class Site:
     def close(self) -> None:
         for region in self.regions:
             os.close(region.fd)
-
-    def _hear(self, reports: list[StorageReports]) -> None:
-        self.reports += reports
-        self._news.set()
-
-    def _gone(self, why: str) -> None:
-        self.exits.append(why)
-        self._news.set()
-
-    async def until(self, found):
-        """What ``found`` returns, as soon as that is something."""
-        async with asyncio.timeout(LIMIT_S):
-            while not (result := found()):
-                self._news.clear()
-                await self._news.wait()
-        return result
-
-    def heard(self, kind, **fields):
-        """The reports of this kind with these fields."""
-        return [
-            report
-            for report in self.reports
-            if isinstance(report, kind) and fields.items() <= msgspec.structs.asdict(report).items()
-        ]
 
     def found(self) -> list[tuple[str, bytes]]:
         """What was told of the search: namespace and key, in the order of telling."""

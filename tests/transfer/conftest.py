@@ -8,7 +8,6 @@ import os
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -28,12 +27,13 @@ from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.transfer.orders import RegionPlan
 from kvd.transfer.process import TransferProcess
 from kvd.types import Pages, pack_ids
+from tests.support.hearing import HeardReports
 from tests.transfer.loopback import Loopback
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from kvd.transfer.orders import Ready, Report
+    from kvd.transfer.orders import Ready
 
 DEADLINE_S = 20.0
 HUGE = 2 * 2**20
@@ -97,47 +97,21 @@ class Memory:
         os.close(self.fd)
 
 
-class Node:
+class Node(HeardReports):
     """A transport, its regions, and everything it has reported."""
 
     def __init__(
         self, name: str, transport: TransferProcess | Loopback, memories: dict[str, Memory]
     ) -> None:
+        super().__init__(DEADLINE_S)
         self.name = name
         self.transport = transport
         self.memories = memories
-        self.reports: list[Report] = []
-        self.exits: list[str] = []
         self.ready: Ready | None = None
-        self._news = asyncio.Event()
 
     async def start(self) -> None:
         async with asyncio.timeout(DEADLINE_S):
             self.ready = await self.transport.start(self._hear, self._gone)
-
-    def _hear(self, reports: list[Report]) -> None:
-        self.reports += reports
-        self._news.set()
-
-    def _gone(self, why: str) -> None:
-        self.exits.append(why)
-        self._news.set()
-
-    async def until(self, found):
-        """What ``found`` returns, as soon as that is something."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not (result := found()):
-                self._news.clear()
-                await self._news.wait()
-        return result
-
-    def heard(self, kind, **fields):
-        """The reports of this kind with these fields."""
-        return [
-            report
-            for report in self.reports
-            if isinstance(report, kind) and fields.items() <= msgspec.structs.asdict(report).items()
-        ]
 
     async def hears(self, kind, **fields):
         """The first report of this kind with these fields, once it has come."""

@@ -79,12 +79,18 @@ def test_whoever_orders_a_sum_may_make_it_while_other_threads_sleep():
     assert (summed.ticket, len(summed.sums)) == (7, 24)
 
 
-@pytest.mark.parametrize("landed", [(), (0,), (1, 3), (2, len(PAGES)), (len(PAGES),)])
-@pytest.mark.parametrize("is_summed", [False, True])
-def test_what_has_landed_is_summed_once_before_it_is_asked_about(landed, is_summed):
+def summed_here():
+    """A side, what is reported of its sums, their summers, and the sums."""
     here, _ = sides("4 heads, 2 to 1", (PageOrder.PAGE_FIRST, PageOrder.PAGE_FIRST))
     reports, summers = [], Summers(lambda job: None)
     sums = Sums(here.areas, summers, reports.append)
+    return here, reports, summers, sums
+
+
+@pytest.mark.parametrize("landed", [(), (0,), (1, 3), (2, len(PAGES)), (len(PAGES),)])
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_what_has_landed_is_summed_once_before_it_is_asked_about(landed, is_summed):
+    here, reports, summers, sums = summed_here()
     pages = Pages(pack_ids(PAGES))
     wanted = verify_job(SumLanded(7, "kv", SEAL, pages, 0), here.areas)
     wanted.sum_slice(0, len(PAGES))
@@ -111,9 +117,7 @@ def test_what_has_landed_is_summed_once_before_it_is_asked_about(landed, is_summ
 
 
 def test_nobody_hears_of_what_was_summed_for_a_question_that_never_comes():
-    here, _ = sides("4 heads, 2 to 1", (PageOrder.PAGE_FIRST, PageOrder.PAGE_FIRST))
-    reports, summers = [], Summers(lambda job: None)
-    sums = Sums(here.areas, summers, reports.append)
+    _, reports, summers, sums = summed_here()
     pages = Pages(pack_ids(PAGES))
 
     sums.landed(SumLanded(7, "kv", SEAL, pages, 3))
@@ -132,9 +136,7 @@ def test_nobody_hears_of_what_was_summed_for_a_question_that_never_comes():
 def test_sums_that_are_said_ahead_are_compared_once_these_pages_are_summed(
     is_good, is_summed_before
 ):
-    here, _ = sides("4 heads, 2 to 1", (PageOrder.PAGE_FIRST, PageOrder.PAGE_FIRST))
-    reports, summers = [], Summers(lambda job: None)
-    sums = Sums(here.areas, summers, reports.append)
+    here, reports, summers, sums = summed_here()
     pages = Pages(pack_ids(PAGES))
     wanted = verify_job(SumLanded(7, "kv", SEAL, pages, 0), here.areas)
     wanted.sum_slice(0, len(PAGES))

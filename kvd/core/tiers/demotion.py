@@ -246,11 +246,7 @@ class Demoter:
         tier.counts.unwritten += move.n_objects - len(written)
         took_s = self._out.at_s - move.since_s
         tier.measure_written(got.n_bytes, took_s)
-        if written:
-            tier.worked(move.ticket)
-        else:
-            tier.answered(move.ticket)
-            tier.failed(got.why or "nothing was written")
+        tier.answered(move.ticket, len(written), got.why or "nothing was written")
         self._out.emit(
             events.PagesDemoted(
                 tier=tier.name,

@@ -275,11 +275,7 @@ class Promotions:
         tier.counts.bad += len(got.bad)
         took_s = self._out.at_s - move.since_s
         tier.measure_read(got.n_bytes, took_s)
-        if n_good:
-            tier.worked(move.ticket)
-        else:
-            tier.answered(move.ticket)
-            tier.failed(got.why or "nothing was read")
+        tier.answered(move.ticket, n_good, got.why or "nothing was read")
         n_cached = 0 if move.is_void else self._keep(move.lease, n_good)
         tier.counts.read += n_cached
         self._out.emit(

@@ -153,16 +153,18 @@ class StorageTier:
 
     # ---- how an order went -------------------------------------------------------------------
 
-    def worked(self, ticket: int) -> None:
-        """An order has come to something."""
-        self.answered(ticket)
+    def answered(self, ticket: int, n_objects: int, why: str) -> None:
+        """An order is over, and so are those before it: so many of its objects were moved."""
+        self._came_to(ticket)
+        if not n_objects:
+            self.failed(why)
+            return
         self.failures = 0
         if self.away_s:
             self.away_s, self.away_why = 0.0, ""
             self._out.emit(events.TierBack(tier=self.name))
 
-    def answered(self, ticket: int) -> None:
-        """The storage process has come as far as this order, and so past those before it."""
+    def _came_to(self, ticket: int) -> None:
         if self.dropped_namespaces:
             self.dropped_namespaces = {
                 namespace: before

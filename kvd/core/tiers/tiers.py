@@ -152,10 +152,9 @@ class Tiers:
         move = self.moves.end(got.ticket, NodeDemotion)
         if move is None:
             return  # of a process that is gone
-        for demoter in self.demoters:
-            if demoter.tier is move.tier:
-                demoter.demoted(move, got)
-                demoter.turn()
+        demoter = self._demoter_of(move)
+        demoter.demoted(move, got)
+        demoter.turn()
 
     def promoted(self, got: Promoted) -> None:
         """One order to read is over."""
@@ -184,9 +183,10 @@ class Tiers:
             if isinstance(move, PagePromotion):
                 self.promotions.cut(move)
             elif isinstance(move, NodeDemotion):
-                for demoter in self.demoters:
-                    if demoter.tier is move.tier:
-                        demoter.cut(move)
+                self._demoter_of(move).cut(move)
+
+    def _demoter_of(self, move: NodeDemotion) -> Demoter:
+        return self.demoters[self.each.index(move.tier)]
 
     def tick(self) -> None:
         """Deadlines, who has waited long enough, and what is to be written."""
