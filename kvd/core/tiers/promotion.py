@@ -145,8 +145,13 @@ class Promotions:
 
     # ---- what is asked -----------------------------------------------------------------------
 
-    def look(self, tokens: Tokens, namespace: str) -> TierPages | None:
-        """What of a prompt lies in a tier, behind what is in the pool; nothing is changed."""
+    def look(
+        self, tokens: Tokens, namespace: str, cached_tokens: int | None = None
+    ) -> TierPages | None:
+        """What of a prompt lies in a tier, behind what is in the pool; nothing is changed.
+
+        ``cached_tokens``: so much of it is known to be in the pool; None: it is probed.
+        """
         serving = [
             tier for tier in self._tiers if tier.is_serving and tier.index.objects_of(namespace)
         ]
@@ -154,8 +159,9 @@ class Promotions:
             return None
         page_bytes = self._leases.page_size * ID_BYTES
         # Before any key is worked out: most prompts that go on are here as a whole.
-        n_cached = self._leases.tree.probe(tokens, namespace)
-        if len(tokens) - n_cached * ID_BYTES < page_bytes:
+        if cached_tokens is None:
+            cached_tokens = self._leases.tree.probe(tokens, namespace)
+        if len(tokens) - cached_tokens * ID_BYTES < page_bytes:
             return None
         have_tokens, before = self._keys.behind(tokens, namespace)
         found: list[bytes] = []
@@ -247,7 +253,7 @@ class Promotions:
 
     def told(self, tokens: Tokens, namespace: str, prefix_tokens: int) -> tuple[int, float]:
         """Tokens behind a prefix that lie in a tier and were not read, and how many ms that is."""
-        found = self.look(tokens, namespace)
+        found = self.look(tokens, namespace, prefix_tokens)
         if found is None:
             return 0, 0.0
         n_tokens = found.have_tokens + len(found.keys) * self._leases.page_size - prefix_tokens
