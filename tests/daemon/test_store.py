@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -114,3 +115,60 @@ def test_what_one_node_computed_another_finds_and_its_bytes_are_equal(make, seaw
     for node in (a, b):
         shown = (node.daemon.metrics(), repr(node.daemon.snapshot()), node.daemon.quoted_log())
         assert not [text for text in shown if SECRET in text]
+
+
+def test_a_store_that_dies_and_comes_back_costs_hits_and_is_told(make, seaweed):
+    node = make("solo", **{"tiers.store.wait_s": "3", "tiers.store.probe_s": "1"})
+    prompt = tokens_of(PROMPT_TOKENS, seed=3)
+    there = node.compute(prompt)
+    node.push_out()
+    seaweed.kill("s3")
+    try:
+        for seed in range(4):
+            began_s = time.monotonic()
+            assert node.found(tokens_of(PROMPT_TOKENS, seed=400 + seed))[0] == 0
+            assert time.monotonic() - began_s < 10
+        node.daemon.wait_for(lambda: node.tier.state == "away", "is not away", LIMIT_S)
+        assert seaweed.endpoint in node.tier.why
+        assert 'kvd_tier_up{tier="store"} 0.0' in node.daemon.metrics()
+        assert "tier-away" in node.daemon.quoted_log()
+        began_s = time.monotonic()
+        assert node.found(prompt)[1] == there
+        assert time.monotonic() - began_s < 10
+    finally:
+        seaweed.start_process("s3")
+    until_s = time.monotonic() + 3 * LIMIT_S
+    seed, written = 500, node.tier.written
+    while node.tier.written == written:
+        assert time.monotonic() < until_s, node.tier
+        seed += 1
+        node.compute(tokens_of(PROMPT_TOKENS, seed))
+        time.sleep(0.5)
+    node.push_out()
+    assert node.found(prompt) == (PROMPT_TOKENS, there)
+
+
+def test_what_the_disk_has_not_comes_from_the_store(make, seaweed, tmp_path):
+    a = make("a")
+    both = make(
+        "both",
+        **{
+            "tiers.disk.directory": str(tmp_path / "disk"),
+            "tiers.disk.size": "64MiB",
+            "tiers.disk.max_moving": "512KiB",
+            "tiers.disk.wait_s": "20",
+        },
+    )
+    prompt = tokens_of(PROMPT_TOKENS, seed=7)
+    half = prompt[: PROMPT_TOKENS // 2]
+    both.compute(half)
+    both.push_out()
+    there = a.compute(prompt)
+    a.push_out()
+
+    assert both.found(prompt) == (PROMPT_TOKENS, there)
+
+    disk, store = both.daemon.snapshot().tiers
+    assert (disk.tier, store.tier) == ("disk", "store")
+    assert disk.read == PROMPT_PAGES // 2
+    assert store.read == PROMPT_PAGES // 2
