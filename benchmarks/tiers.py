@@ -1,52 +1,27 @@
-"""``benchmarks tiers``: a storage process over a directory, beside bare NIXL on the same disk.
+"""``benchmarks tiers``: what a storage process writes and reads, beside bare NIXL.
 
-Both write and read as many files of as many bytes, out of the same memory, through NIXL's POSIX
-backend over libaio. The reference has its files open before the clock starts, sums nothing and
-names nothing; kvd makes a file an object, sums every page, verifies it, and says what came of it.
-Reads are of files that the page cache has, and of files that were dropped from it before.
+Over a directory (``benchmarks.disk_tier``), and over a store (``benchmarks.store_tier``) where
+SeaweedFS is installed; where it is not, that is left out, and told.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
-import statistics
 import tempfile
-import time
-from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import click
-import numpy as np
 
+from benchmarks import disk_tier, store_tier
 from benchmarks.harness import benchmark
 from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_least, figure
-from kvd.core.effects import Demote, DropNamespace, Promote
-from kvd.core.inputs import Demoted, Promoted
-from kvd.core.layout.geometry import Geometry, PieceRow
-from kvd.storage.nixl_files import FileMove, FileQueue
-from kvd.storage.orders import DirectoryPlan, ObjectPart, Searched
-from kvd.storage.process import StorageProcess
+from kvd.harness.store import ABSENT, weed
 from kvd.storage.worker import NICENESS
-from kvd.transfer.mapping import map_region
-from kvd.transfer.nixl import Binding, MemorySpan
-from kvd.transfer.orders import RegionPlan
-from kvd.types import Pages, pack_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvd.bench.report import Measured, Told
-    from kvd.storage.orders import StorageReports
-
-REGION: Final = "kv"
-NAMESPACE: Final = "bench"
-TIER: Final = "disk"
-LIMIT_S: Final = 120.0
-_libc: Final = ctypes.CDLL(None)
-WAYS: Final = ("write", "read, cached", "read from disk")
 
 COLUMNS: Final = (
     ResultColumn("way", "way"),
@@ -57,191 +32,28 @@ COLUMNS: Final = (
 )
 
 
-class TierSite:
-    """A pool in memory and a storage process over it, and the same memory mapped here."""
-
-    def __init__(self, directory: Path, pages: int, page_bytes: int) -> None:
-        self.n_pages, self.page_bytes = pages, page_bytes
-        row = PieceRow(0, page_bytes, page_bytes)
-        shape = Geometry(pages=pages + 1, page_bytes=page_bytes, rows=(row,), tensors=())
-        fd = os.memfd_create(REGION)
-        os.ftruncate(fd, shape.total_bytes)
-        plan = RegionPlan(REGION, fd, shape)
-        self.note = map_region(plan)
-        self.process = StorageProcess(
-            f"bench-{os.getpid()}-{page_bytes}",
-            [plan],
-            [ObjectPart(REGION)],
-            layout=blake2b(b"bench", digest_size=20).hexdigest(),
-            tiers=[DirectoryPlan(TIER, str(directory))],
-        )
-        self.keys = b"".join(
-            blake2b(number.to_bytes(8, "little"), digest_size=20).digest()
-            for number in range(pages)
-        )
-        self.pages = Pages(pack_ids(list(range(1, pages + 1))))
-        self._reports: asyncio.Queue[StorageReports] = asyncio.Queue()
-        self._ticket = 0
-
-    async def start(self) -> None:
-        """Return when it serves."""
-        await self.process.start(self._take, lambda _: None)
-        await self._next(Searched)
-
-    def _take(self, reports: list[StorageReports]) -> None:
-        for report in reports:
-            self._reports.put_nowait(report)
-
-    async def _next(self, kind: type[Searched | Demoted | Promoted]) -> StorageReports:
-        async with asyncio.timeout(LIMIT_S):
-            while True:
-                report = await self._reports.get()
-                if isinstance(report, kind):
-                    return report
-
-    async def move(self, order: type[Demote | Promote]) -> float:
-        """Write or read every page once; the seconds."""
-        self._ticket += 1
-        began_s = time.perf_counter()
-        self.process.order(
-            order(
-                ticket=self._ticket,
-                tier=TIER,
-                namespace=NAMESPACE,
-                keys=self.keys,
-                pages=self.pages,
-            )
-        )
-        report = await self._next(Demoted if order is Demote else Promoted)
-        took_s = time.perf_counter() - began_s
-        assert isinstance(report, Demoted | Promoted)
-        assert report.n_bytes == self.n_pages * self.page_bytes, report.why
-        return took_s
-
-    def drop(self) -> None:
-        """Remove what was written."""
-        self.process.order(DropNamespace(TIER, NAMESPACE))
-
-
-class BareFiles:
-    """Files that are open, and a queue of NIXL."""
-
-    def __init__(self, directory: Path, site: TierSite) -> None:
-        self._directory = directory
-        directory.mkdir(mode=0o700)
-        self._site = site
-        note = site.note
-        shape = (np.array([0], np.uint64), np.array([site.page_bytes], np.uint64))
-        span = MemorySpan(note.address, note.region_bytes)
-        self._queue = FileQueue(Binding(), f"bare-{site.page_bytes}", [span], shape)
-        self._fds: list[int] = []
-
-    def make(self) -> None:
-        """New files, open and empty."""
-        self.remove()
-        self._fds = [
-            os.open(self._directory / str(number), os.O_RDWR | os.O_CREAT)
-            for number in range(self._site.n_pages)
-        ]
-
-    def remove(self) -> None:
-        """Close and remove them."""
-        for number, fd in enumerate(self._fds):
-            os.close(fd)
-            (self._directory / str(number)).unlink()
-        self._fds = []
-
-    def move(self, run: Callable[[list[FileMove]], None]) -> float:
-        """Write or read all; the seconds."""
-        site = self._site
-        moves = [
-            FileMove(fd, np.array([site.note.address + (at + 1) * site.page_bytes], np.uint64))
-            for at, fd in enumerate(self._fds)
-        ]
-        began_s = time.perf_counter()
-        run(moves)
-        return time.perf_counter() - began_s
-
-    def write(self) -> float:
-        """All of them."""
-        return self.move(self._queue.write)
-
-    def read(self) -> float:
-        """All of them."""
-        return self.move(self._queue.read)
-
-
-def forget(directory: Path) -> None:
-    """Have the kernel drop what it has cached of the files there."""
-    top = os.open(directory, os.O_RDONLY)
-    # It drops nothing that is not on the disk; and one by one they would take a day.
-    _libc.syncfs(top)
-    os.close(top)
-    for path in directory.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
-
-
-class TierRound(NamedTuple):
-    """Seconds of both, by way."""
-
-    kvd_s: dict[str, float]
-    bare_s: dict[str, float]
-
-
-async def measure(
-    directory: Path, page_bytes: int, total_bytes: int, rounds: int, told: Told
-) -> list[Measured]:
-    """One page size: a row for each way."""
-    site = TierSite(directory / f"kvd-{page_bytes}", total_bytes // page_bytes, page_bytes)
-    await site.start()
-    bare = BareFiles(directory / f"bare-{page_bytes}", site)
-    found: list[TierRound] = []
-    for number in range(rounds + 1):
-        told(f"pages of {page_bytes // 1024} KiB, round {number}")
-        site.drop()
-        bare.make()
-        one = TierRound({}, {})
-        one.kvd_s["write"] = await site.move(Demote)
-        one.bare_s["write"] = bare.write()
-        one.kvd_s["read, cached"] = await site.move(Promote)
-        one.bare_s["read, cached"] = bare.read()
-        forget(directory)
-        one.kvd_s["read from disk"] = await site.move(Promote)
-        forget(directory)
-        one.bare_s["read from disk"] = bare.read()
-        found.append(one)
-    bare.remove()
-    await site.process.stop()
-    n_bytes = site.n_pages * page_bytes
-    # Without the first round: memory is touched for the first time there.
-    return [_row(way, page_bytes, n_bytes, found[1:]) for way in WAYS]
-
-
-def _row(way: str, page_bytes: int, n_bytes: int, found: list[TierRound]) -> Measured:
-    return {
-        "way": way,
-        "page_kib": page_bytes // 1024,
-        "kvd_gb_s": n_bytes / statistics.median(one.kvd_s[way] for one in found) / 1e9,
-        "raw_gb_s": n_bytes / statistics.median(one.bare_s[way] for one in found) / 1e9,
-        "ratio": statistics.median(one.bare_s[way] / one.kvd_s[way] for one in found),
-    }
-
-
-def run(told: Told, *, mib: int, rounds: int, directory: str | None) -> BenchmarkResult:
+def run(
+    told: Told, *, mib: int, store_mib: int, rounds: int, directory: str | None
+) -> BenchmarkResult:
     """What a storage process writes and reads, beside bare NIXL."""
     rows: list[Measured] = []
     os.nice(NICENESS)  # as the storage process is: on a busy machine it would have less otherwise
+    ways = disk_tier.WAYS if mib else ()
     with tempfile.TemporaryDirectory(prefix="kvd-bench-", dir=directory) as name:
-        for page_bytes in (2**16, 2**19, 2**21):
-            rows += asyncio.run(measure(Path(name), page_bytes, mib * 2**20, rounds, told))
+        for page_bytes in (2**16, 2**19, 2**21) if mib else ():
+            rows += asyncio.run(
+                disk_tier.measure(Path(name), page_bytes, mib * 2**20, rounds, told)
+            )
+        if store_mib and weed() is not None:
+            rows += asyncio.run(store_tier.measure_all(Path(name), store_mib, rounds, told))
+            ways = (*ways, *store_tier.WAYS)
+        elif store_mib:
+            told(f"no store: {ABSENT}")
     large = {row["way"]: figure(row, "ratio") for row in rows if row["page_kib"] == 2048}
     return BenchmarkResult(
-        tables=(ResultTable(title="A tier on this disk", columns=COLUMNS, rows=tuple(rows)),),
+        tables=(ResultTable(title="Tiers on this host", columns=COLUMNS, rows=tuple(rows)),),
         goals=tuple(
-            at_least(f"pages of 2 MiB, {way}, over bare NIXL", 0.9, large[way]) for way in WAYS
+            at_least(f"pages of 2 MiB, {way}, over bare NIXL", 0.9, large[way]) for way in ways
         ),
     )
 
@@ -249,7 +61,10 @@ def run(told: Told, *, mib: int, rounds: int, directory: str | None) -> Benchmar
 command = benchmark(
     "tiers",
     run,
-    click.option("--mib", default=512, show_default=True, help="Moved at a time."),
+    click.option("--mib", default=512, show_default=True, help="Moved at a time on a disk; or 0."),
+    click.option(
+        "--store-mib", default=64, show_default=True, help="Moved at a time on a store; or 0."
+    ),
     click.option("--rounds", default=5, show_default=True, help="To take medians of."),
     click.option("--directory", help="On the disk to measure; the usual temporary one if not."),
 )

@@ -293,10 +293,10 @@ class DropNamespace(msgspec.Struct, frozen=True, tag="DropNamespace"):
     namespace: str
 
 
-class Probe(msgspec.Struct, frozen=True, tag="Probe"):
+class ProbeTier(msgspec.Struct, frozen=True, tag="ProbeTier"):
     """Find out how many of the first of these objects a tier that others write to has.
 
-    Say ``Probed``; it waits for no other order, and none for it.
+    Say ``TierProbed``; it waits for no other order, and none for it.
     """
 
     ticket: int
@@ -311,7 +311,7 @@ class RestartStorage(msgspec.Struct, frozen=True, tag="RestartStorage"):
     why: str
 
 
-StorageOrder = Demote | Promote | DropObjects | DropNamespace | Probe
+StorageOrder = Demote | Promote | DropObjects | DropNamespace | ProbeTier
 """What goes to the storage process, as it stands and in this order."""
 
 TransferOrder = (

@@ -444,8 +444,8 @@ class Promoted(TimedInput, frozen=True, tag="Promoted"):
     """Of the first bad one."""
 
 
-class Probed(TimedInput, frozen=True, tag="Probed"):
-    """The answer to a ``Probe``: so many of its first objects were there a moment ago.
+class TierProbed(TimedInput, frozen=True, tag="TierProbed"):
+    """The answer to a ``ProbeTier``: so many of its first objects were there a moment ago.
 
     ``why``: of the next one nobody knows; empty: it was not there, or there is none.
     """
@@ -556,7 +556,7 @@ TransferReport = (
 )
 """What a transfer process says; the daemon stamps it with its own time."""
 
-StorageReport = Demoted | Promoted | Probed
+StorageReport = Demoted | Promoted | TierProbed
 """What a storage process says; the daemon stamps it with its own time."""
 
 Input = (

@@ -121,12 +121,16 @@ class SeaweedStore:
         filer = "127.0.0.1:{}.{}".format(*self._ports["filer"])
         of_kind = {
             "master": [
-                *(f"-mdir={home}", "-volumeSizeLimitMB=64", "-telemetry=false"),
+                *(f"-mdir={home}", "-volumeSizeLimitMB=512", "-telemetry=false"),
                 f"-defaultReplication=00{self._copies}",
             ],
             "volume": [f"-dir={home}", f"-mserver={master}", "-max=30"],
             "filer": [f"-defaultStoreDir={home}", f"-master={master}"],
-            "s3": [f"-filer={filer}", f"-config={self.directory / 's3.json'}"],
+            "s3": [
+                *(f"-filer={filer}", f"-config={self.directory / 's3.json'}"),
+                # Of one port of the host each, where two of these could not live side by side.
+                *("-port.iceberg=0", "-port.lance=0"),
+            ],
         }
         kind = "s3" if name == "s3" else name.rstrip("0123456789")
         at = ["-ip.bind=127.0.0.1", f"-port={port}", f"-port.grpc={grpc_port}"]

@@ -128,7 +128,7 @@ class NodeShell:
                 | effects.Promote()
                 | effects.DropObjects()
                 | effects.DropNamespace()
-                | effects.Probe()
+                | effects.ProbeTier()
             ):
                 self.order_storage(effect)
             case effects.RestartStorage():

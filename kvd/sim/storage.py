@@ -168,7 +168,7 @@ class SimStorageProcess:
                 self.disk.drop(order)
             case effects.DropNamespace():
                 self.disk.drop_namespace(order.namespace)
-            case effects.Probe():
+            case effects.ProbeTier():
                 raise Violated(f"{self.host.name}: no tier here is shared: {order}")
         if report is not None:
             self.host.feed(report)

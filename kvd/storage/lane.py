@@ -3,7 +3,7 @@
     Demote --> seal: sums, heads --> write: put ---> Demoted
     Drop   ----------------------> write: drop
     Promote --> read: get ---> check: sums ---> Promoted
-    Probe ----> probe: exists ----------------> Probed
+    ProbeTier ----> probe: exists ----------------> TierProbed
 
 Orders are cut into batches of some megabytes; one is summed while the one before it is on the disk,
 whichever order it is of. What is written or dropped is so in the order in which it was ordered:
@@ -22,8 +22,8 @@ from functools import partial
 from queue import Queue
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
-from kvd.core.effects import Demote, DropNamespace, DropObjects, Probe, Promote
-from kvd.core.inputs import Demoted, Probed, Promoted
+from kvd.core.effects import Demote, DropNamespace, DropObjects, ProbeTier, Promote
+from kvd.core.inputs import Demoted, Promoted, TierProbed
 from kvd.core.tiers.keys import each_key
 from kvd.storage.backend import ObjectName, ObjectRead, ObjectWrite
 from kvd.storage.objects import BadObject, ObjectHead, packed_head, read_head, sum_of
@@ -47,10 +47,10 @@ AHEAD: Final = 2
 OrderT = TypeVar("OrderT", Demote, Promote)
 
 
-def refusal(order: Demote | Promote | Probe, why: str) -> StorageReport:
+def refusal(order: Demote | Promote | ProbeTier, why: str) -> StorageReport:
     """The answer to an order of which nothing is done."""
-    if isinstance(order, Probe):
-        return Probed(at_s=UNSTAMPED, ticket=order.ticket, n_there=0, why=why)
+    if isinstance(order, ProbeTier):
+        return TierProbed(at_s=UNSTAMPED, ticket=order.ticket, n_there=0, why=why)
     if isinstance(order, Demote):
         return Demoted(at_s=UNSTAMPED, ticket=order.ticket, written=(), n_bytes=0, why=why)
     bad = tuple(range(len(each_key(order.keys))))
@@ -108,7 +108,7 @@ class TierLanes:
         self._stride = max(1, min(able.batch_objects, able.batch_bytes // pages.page_bytes))
         self._to_write: Queue[Demote | DropObjects | DropNamespace] = Queue()
         self._to_read: Queue[Promote] = Queue()
-        self._to_probe: Queue[Probe] = Queue()
+        self._to_probe: Queue[ProbeTier] = Queue()
         self._sealed: Queue[_SealedBatch | DropObjects | DropNamespace] = Queue(AHEAD)
         self._got: Queue[_ReadBatch] = Queue(AHEAD)
 
@@ -126,7 +126,7 @@ class TierLanes:
     def want(self, order: StorageOrder) -> None:
         """Queue an order; one that makes no sense is refused whole."""
         match order:
-            case Probe():
+            case ProbeTier():
                 self._to_probe.put(order)
             case DropObjects() | DropNamespace():
                 self._to_write.put(order)

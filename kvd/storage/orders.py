@@ -8,7 +8,7 @@ Invariants:
   - ``StorageReady`` is the first report; then ``Found`` of what lies in a tier, then one
     ``Searched`` of it.
   - Each ``Demote`` is answered by one ``Demoted``, each ``Promote`` by one ``Promoted``,
-    each ``Probe`` by one ``Probed``.
+    each ``ProbeTier`` by one ``TierProbed``.
   - What is written or dropped is so in the order of the orders; what is read waits for none of it.
 """
 

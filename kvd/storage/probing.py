@@ -12,7 +12,7 @@ from __future__ import annotations
 from queue import Empty
 from typing import TYPE_CHECKING, Final
 
-from kvd.core.inputs import Probed
+from kvd.core.inputs import TierProbed
 from kvd.core.tiers.keys import each_key
 from kvd.storage.backend import ObjectName
 from kvd.transfer.orders import UNSTAMPED
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from queue import Queue
 
-    from kvd.core.effects import Probe
+    from kvd.core.effects import ProbeTier
     from kvd.storage.backend import Backend
 
 TOGETHER: Final = 16
@@ -33,7 +33,7 @@ PLACES: Final = 8
 class LeadingSearch:
     """The search of one prompt: the places before ``low`` are there, that of ``high`` is not."""
 
-    def __init__(self, order: Probe) -> None:
+    def __init__(self, order: ProbeTier) -> None:
         self.order = order
         self.names = [ObjectName(order.namespace, key) for key in each_key(order.keys)]
         self.low, self.high = 0, len(self.names)
@@ -62,12 +62,12 @@ class LeadingSearch:
                 return
             self.low = place + 1
 
-    def probed(self) -> Probed:
+    def probed(self) -> TierProbed:
         """The answer."""
-        return Probed(UNSTAMPED, self.order.ticket, self.low, self.why)
+        return TierProbed(at_s=UNSTAMPED, ticket=self.order.ticket, n_there=self.low, why=self.why)
 
 
-def search(backend: Backend, orders: Iterable[Probe]) -> Iterator[Probed]:
+def search(backend: Backend, orders: Iterable[ProbeTier]) -> Iterator[TierProbed]:
     """Answer these orders."""
     searches = [LeadingSearch(order) for order in orders]
     while searches:
@@ -84,7 +84,7 @@ def search(backend: Backend, orders: Iterable[Probe]) -> Iterator[Probed]:
             each.hear(places, [next(answers) for _ in places], found.why)
 
 
-def waiting(orders: Queue[Probe]) -> list[Probe]:
+def waiting(orders: Queue[ProbeTier]) -> list[ProbeTier]:
     """The orders that wait now, at least one: returns when there is one."""
     found = [orders.get()]
     while len(found) < TOGETHER:

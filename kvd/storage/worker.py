@@ -18,7 +18,7 @@ import threading
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from kvd.core.effects import Demote, Probe, Promote
+from kvd.core.effects import Demote, ProbeTier, Promote
 from kvd.core.tiers.keys import KEY_BYTES
 from kvd.storage.backend import StorageLost
 from kvd.storage.lane import TierLanes, refusal
@@ -139,7 +139,7 @@ class StorageWorker:
         lanes = self._lanes.get(order.tier)
         if lanes is not None:
             lanes.want(order)
-        elif isinstance(order, Demote | Promote | Probe):
+        elif isinstance(order, Demote | Promote | ProbeTier):
             self._report(refusal(order, f"there is no tier {order.tier!r} here"))
 
     def _report(self, report: StorageReports) -> None:

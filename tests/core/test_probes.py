@@ -53,7 +53,7 @@ def opened(d, toks):
 
 
 def asked(d):
-    return [effect for effect in d.effects if isinstance(effect, effects.Probe)]
+    return [effect for effect in d.effects if isinstance(effect, effects.ProbeTier)]
 
 
 def test_what_another_node_wrote_is_asked_for_once_and_read():
@@ -205,7 +205,7 @@ def test_an_answer_that_says_more_than_was_asked_is_cut():
     d.hold_storage = True
     opened(d, PROMPT)
     (probe,) = asked(d)
-    d.feed(inputs.Probed(world.now_s, probe.ticket, 10_000))
+    d.feed(inputs.TierProbed(world.now_s, probe.ticket, 10_000))
 
     assert d.tier.index.n_objects == 8
     assert not violations(d.node)
@@ -228,6 +228,6 @@ def test_nothing_there_is_no_failure_of_the_tier(n_there):
     d.hold_storage = True
     opened(d, PROMPT)
     (probe,) = asked(d)
-    d.feed(inputs.Probed(world.now_s, probe.ticket, n_there))
+    d.feed(inputs.TierProbed(world.now_s, probe.ticket, n_there))
 
     assert (d.tier.failures, d.tier.word) == (0, "serving")

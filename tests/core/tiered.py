@@ -96,7 +96,7 @@ class TieredSide(Side):
                 self.stored.drop(order)
             case effects.DropNamespace() if not self.config.tiers[0].is_shared:
                 self.stored.drop_namespace(order.namespace)
-            case effects.Probe():
+            case effects.ProbeTier():
                 self.feed(self.probe(order))
 
     def demote(self, order: effects.Demote) -> inputs.Demoted:
@@ -110,13 +110,13 @@ class TieredSide(Side):
         written = tuple(range(len(pages)))
         return inputs.Demoted(self.world.now_s, order.ticket, written, len(pages))
 
-    def probe(self, order: effects.Probe) -> inputs.Probed:
+    def probe(self, order: effects.ProbeTier) -> inputs.TierProbed:
         assert self.stored is not None
         if self.fails_probing:
-            return inputs.Probed(self.world.now_s, order.ticket, 0, self.fails_probing)
+            return inputs.TierProbed(self.world.now_s, order.ticket, 0, self.fails_probing)
         keys = each_key(order.keys)
         there = [(order.namespace, key) in self.stored.objects for key in keys]
-        return inputs.Probed(self.world.now_s, order.ticket, [*there, False].index(False))
+        return inputs.TierProbed(self.world.now_s, order.ticket, [*there, False].index(False))
 
     def promote(self, order: effects.Promote) -> inputs.Promoted:
         assert self.stored is not None

@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 import numpy as np
 
-from kvd.core.effects import Demote, DropNamespace, DropObjects, Probe, Promote
-from kvd.core.inputs import Demoted, Probed, Promoted
+from kvd.core.effects import Demote, DropNamespace, DropObjects, ProbeTier, Promote
+from kvd.core.inputs import Demoted, Promoted, TierProbed
 from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.storage.orders import DirectoryPlan, Found, ObjectPart, Searched, StorePlan
 from kvd.storage.process import StorageProcess
@@ -210,10 +210,10 @@ class StoreSite(Site):
             max_bytes=2**24,
         )
 
-    async def probe(self, keys: list[bytes], namespace: str = "n") -> Probed:
+    async def probe(self, keys: list[bytes], namespace: str = "n") -> TierProbed:
         ticket = next(self._tickets)
-        self.process.order(Probe(ticket, self.tier, namespace, b"".join(keys)))
-        return (await self.until(lambda: self.heard(Probed, ticket=ticket)))[0]
+        self.process.order(ProbeTier(ticket, self.tier, namespace, b"".join(keys)))
+        return (await self.until(lambda: self.heard(TierProbed, ticket=ticket)))[0]
 
     def forget(self) -> None:
         """Its pages are nothing that anybody wrote."""

@@ -26,7 +26,7 @@ from kvd.core.tiers.moves import joined
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvd.core.inputs import Probed
+    from kvd.core.inputs import TierProbed
     from kvd.core.outbox import Outbox
     from kvd.core.tiers.moves import TierMoves
     from kvd.core.tiers.tier import StorageTier
@@ -130,11 +130,14 @@ class Probes:
         probe.ticket = ticket = self._moves.take_ticket()
         self.under_way[ticket] = self._by_first[probe.keys[0]] = probe
         tier.counts.probes += 1
-        order = effects.Probe(ticket, tier.name, probe.namespace, joined(probe.keys))
-        self._out.effects.append(order)
+        self._out.effects.append(
+            effects.ProbeTier(
+                ticket=ticket, tier=tier.name, namespace=probe.namespace, keys=joined(probe.keys)
+            )
+        )
         return probe
 
-    def probed(self, got: Probed) -> TierProbe | None:
+    def probed(self, got: TierProbed) -> TierProbe | None:
         """The answer is known from now on; None: nobody waits for it any more."""
         probe = self.under_way.pop(got.ticket, None)
         if probe is None:

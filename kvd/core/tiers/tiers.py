@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from kvd.core.cache.radix_node import RadixNode
-    from kvd.core.inputs import Demoted, Probed, Promoted, StorageGone, TierFound, TierReady
+    from kvd.core.inputs import Demoted, Promoted, StorageGone, TierFound, TierProbed, TierReady
     from kvd.core.leases.admission import Admission
     from kvd.core.leases.epochs import Epochs
     from kvd.core.leases.lease_table import LeaseTable
@@ -163,7 +163,7 @@ class Tiers:
         if move is not None:
             self.promotions.promoted(move, got)
 
-    def probed(self, got: Probed) -> None:
+    def probed(self, got: TierProbed) -> None:
         """One question is answered."""
         probe = self.promotions.probes.probed(got)
         if probe is not None:
