@@ -32,12 +32,13 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.eviction import eviction_order
+from kvd.core.cache.evictions import EvictedFilter
 from kvd.core.cache.lease import COPIES, COPY, ENGINE, OUTLIVING, Claimed, Demand, Shortage
 from kvd.core.cache.lease_record import LeaseRecord, LeaseSends
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.cache.moved_pages import MovedPages
 from kvd.core.cache.pages import PagePool
-from kvd.core.cache.radix import EvictedFilter, RadixTree
+from kvd.core.cache.radix import RadixTree
 from kvd.core.components.all_components import AllComponentPages
 from kvd.core.components.component_pages import tell_evicted
 from kvd.core.layout.spec import lockstep_bytes
