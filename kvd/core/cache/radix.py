@@ -313,6 +313,7 @@ class RadixTree:
         *,
         start_tokens: int = 0,
         priority: int = 0,
+        writer: int = 0,
     ) -> Extension:
         """Continues the sequence that ends at ``anchor`` by one page of tokens per page id.
 
@@ -329,6 +330,7 @@ class RadixTree:
             pages: The caller's for those tokens; how many says how far: no partial page is named.
             start_tokens: Where in ``tokens`` the continuation begins.
             priority: For that order; a node has the highest of what passes through it.
+            writer: The session that a new node is told to be of.
 
         Raises:
             ValueError: ``tokens`` is too short for that many pages; nothing was changed.
@@ -344,14 +346,12 @@ class RadixTree:
             known = (node.end_tokens - anchor.end_tokens) // self.match_page_tokens * ID_BYTES
             there = [step.pages for step in reversed(path_between(anchor, node))]
             duplicates, tree_pages = outdone_pages(pages, Pages(b"".join(there)))
-            start += known * self.match_page_tokens
-            pages = Pages(pages[known:])
+            start, pages = start + known * self.match_page_tokens, Pages(pages[known:])
             first_page = tokens[start : start + self._page_bytes]
         if start < end:
             self._last_id = node_id = self._last_id + 1
             edge = tokens if end - start == len(tokens) else tokens[start:end]
-            leaf = RadixNode(node_id, node, first_page, edge, pages)
-            leaf.touched_at = self.at
+            leaf = RadixNode(node_id, node, first_page, edge, pages, writer, self.at)
             if node.children is NO_CHILDREN:
                 node.children = {}
             node.children[first_page] = leaf
@@ -411,11 +411,13 @@ class RadixTree:
         self._moved.log.append(pages)
         at_pages = at_bytes // self.match_page_tokens
         self._last_id += 1
-        upper = RadixNode(self._last_id, parent, lower.key, edge[:at_bytes], pages[:at_pages])
+        above, first = edge[:at_bytes], pages[:at_pages]
+        upper = RadixNode(
+            self._last_id, parent, lower.key, above, first, lower.writer, lower.touched_at
+        )
         # Whoever locked the whole crosses both halves; the lower one keeps its identity, because
         # leases are anchored at ends of edges and an end stays where it is.
         upper.lock_ref, upper.hits = lower.lock_ref, lower.hits
-        upper.touched_at = lower.touched_at
         if parent is not None:
             parent.children[upper.key] = upper
         lower.parent = upper
