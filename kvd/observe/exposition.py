@@ -328,6 +328,11 @@ def _of_node(node: Snapshot) -> Iterator[Metric]:
     if pinned:
         what = "Host memory of a region that is registered with CUDA, for copies of devices."
         yield gauge("kvd_pinned_bytes", what, pinned, ("region",))
+    missed = {("any",): node.evictions.hurt, ("60s",): node.evictions.hurt_soon}
+    what = "Requests that found gone what was evicted or flushed before."
+    yield total("kvd_missed_evicted", what, missed, ("within",))
+    thrashing = "Pairs of engines of which one evicts what the other asks for again soon."
+    yield gauge("kvd_thrashing", thrashing, len(node.evictions.thrashing))
     yield total("kvd_events", "Events since the daemon began.", node.last_event)
     yield gauge("kvd_last_event_seq", "Number of the last event.", node.last_event)
     yield gauge("kvd_audit_findings", "Rules that are broken now; must stay 0.", audit.findings)

@@ -8,14 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-import msgspec
-
-
-class NumberedEvent(msgspec.Struct, frozen=True):
-    """What every event begins with. Who makes one leaves it out: ``Outbox.emit`` fills it in."""
-
-    seq: int = 0
-    at_s: float = 0.0
+from kvd.wire.cache_events import CacheThrashing
+from kvd.wire.numbered_event import NumberedEvent
 
 
 class ClientAttached(NumberedEvent, frozen=True, kw_only=True, tag="client-attached"):
@@ -578,6 +572,7 @@ Event = (
     | Quarantined
     | QuarantineEnded
     | Evicted
+    | CacheThrashing
     | Waiting
     | Moved
     | HandoffEnded

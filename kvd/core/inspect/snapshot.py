@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd import __version__
+from kvd.core.inspect.evicted import eviction_state
 from kvd.core.inspect.rows import (
     client_rows,
     peer_rows,
@@ -54,6 +55,7 @@ def snapshot(node: NodeView) -> Snapshot:
         slow_path=node.ways.slow_words(),
         pinned_bytes={name: got.pinned_bytes for name, got in node.ways.pinned.items()},
         tiers=tuple([tier_state(node, tier) for tier in node.tiers.each]),
+        evictions=eviction_state(node),
     )
 
 
