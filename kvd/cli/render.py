@@ -247,8 +247,8 @@ def _troubles(shot: Snapshot) -> list[Text]:
         for client in shot.clients
         if client.state == "hung-up-on"
     ]
-    quarantined = sum(pool.quarantined_pages for pool in shot.pools)
-    if quarantined:
+    found += [f"{clean(mark.words)}: kvd why client {mark.session}" for mark in shot.late_marks[:4]]
+    if quarantined := sum(pool.quarantined_pages for pool in shot.pools):
         found.append(f"{quarantined} pages are quarantined, a remote may still write: kvd locks")
     if shot.waiting:
         longest_s = max(request.waited_s for request in shot.waiting)

@@ -29,6 +29,7 @@ from kvd.console.engine_concerns import (
     awaited_clients,
     gone_clients,
     hung_up_clients,
+    late_marks,
     lingering,
     old_leases,
 )
@@ -556,6 +557,7 @@ _LOOKS = (
     waiting,
     gone_clients,
     hung_up_clients,
+    late_marks,
     quarantines,
     awaited_clients,
     lingering,

@@ -13,6 +13,7 @@ from kvd.core.cache.lease import ENGINE
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.inspect.rows import client_rows
 from kvd.core.inspect.schema import session_name
+from kvd.core.inspect.words import mark_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvd.console.context import Context
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.inspect.view import NodeView
+    from kvd.core.leases.mark_waits import MarkWait
 
 OLD_S = 60.0
 """A lease of an engine that works is extended or committed more often than this."""
@@ -27,6 +29,8 @@ OLD_UNCACHED_S = 600.0
 """One that is not cached is not committed page by page: only a long time says anything."""
 LINGERS_S = 2.0
 AWAITED_S = 10.0
+LATE_MARK_S = 1.0
+"""Processes say of a mark that it is late after so long."""
 
 
 def old_leases(context: Context) -> Iterator[Concern]:
@@ -146,6 +150,25 @@ def awaited_clients(context: Context) -> Iterator[Concern]:
                 "released when it does, or ends",
                 action=f"open client:{session.id}",
             )
+
+
+def late_marks(context: Context) -> Iterator[Concern]:
+    """Engines whose copies wait for what they compute first, once for each engine."""
+    node = context.node
+    oldest: dict[int, MarkWait] = {}
+    for wait in node.engine_copies.marks:
+        oldest.setdefault(wait.session, wait)
+    for session, wait in oldest.items():
+        others = len(node.engine_copies.marks.of_session(session)) - 1
+        yield Concern(
+            severity=MEDIUM if context.now_s > wait.until_s else LOW,
+            kind="late-mark",
+            subject=f"client:{session}",
+            evidence=f"{mark_words(node, wait)}{f', and {others} more' if others else ''}",
+            since_s=wait.since_s,
+            rule=f"what an engine computes before a copy is done within {LATE_MARK_S:g} s",
+            action=f"open client:{session}: its device computes for long, or hangs",
+        )
 
 
 def hung_up_clients(context: Context) -> Iterator[Concern]:

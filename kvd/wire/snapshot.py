@@ -398,6 +398,19 @@ class TierState(msgspec.Struct, frozen=True):
     """As measured of the last orders; 0: there was none."""
 
 
+class LateMark(msgspec.Struct, frozen=True):
+    """An order of an engine to copy that waits for what the engine computes first, for long.
+
+    ``left_s``: until its process gives it up; less than 0 where that says nothing any more.
+    """
+
+    session: int
+    lease: int
+    waited_s: float
+    left_s: float
+    words: str = ""
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """Everything, at one moment between two steps."""
 
@@ -429,3 +442,5 @@ class Snapshot(msgspec.Struct, frozen=True):
     CUDA. A region is missing until it has been tried."""
     tiers: tuple[TierState, ...] = ()
     """Below the pool, the nearest first."""
+    late_marks: tuple[LateMark, ...] = ()
+    """Those of engines that copy between pages and blocks of their own."""
