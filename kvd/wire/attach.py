@@ -161,10 +161,12 @@ class CopyEnds(msgspec.Struct, frozen=True, tag="copy-ends"):
     """All of it is there; otherwise nothing may be assumed of what it wrote."""
     n_bytes: Figure = 0
     waited_us: Figure = 0
-    """From the order until its mark had come."""
+    """From the order until its bytes might move: for its mark, and for the daemon's word."""
     moved_us: Figure = 0
     why: Reason = ""
     """It is not done."""
+    mark_us: Figure = 0
+    """Of ``waited_us``, until its mark had come."""
 
 
 class RankAnswer(msgspec.Struct, frozen=True, tag="rank-answer"):

@@ -409,6 +409,8 @@ class LateMark(msgspec.Struct, frozen=True):
     waited_s: float
     left_s: float
     words: str = ""
+    device: str = ""
+    """Whose copy engine is to move it; empty: a processor."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):

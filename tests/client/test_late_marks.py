@@ -1,4 +1,4 @@
-"""What a process tells its daemon of marks that are late, and what marks that come cost: nothing."""
+"""What a process tells its daemon of late marks; and that a mark which comes costs no word."""
 
 from __future__ import annotations
 

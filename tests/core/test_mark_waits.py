@@ -1,4 +1,4 @@
-"""Orders to copy that wait for a mark which is late: said wherever somebody asks, and held by none."""
+"""Orders to copy that wait for a late mark: said wherever somebody asks, and held by nobody."""
 
 from __future__ import annotations
 

@@ -367,6 +367,7 @@ class Mover:
             self._under_way.discard(copy)
             raise
         self._late.begun(copy)
+        copy.mark_s = copy.mark_s or time.monotonic() - copy.ordered_s
         copy.state = CopyState.ASKING
         self._asking[word] = copy
 
@@ -528,6 +529,7 @@ def _ends(moving: _Moving, call: int) -> CopyEnds:
         waited_us=int(copy.waited_s * 1e6),
         moved_us=int(copy.moved_s * 1e6),
         why=why[:MAX_WHY],
+        mark_us=int(copy.mark_s * 1e6),
     )
 
 

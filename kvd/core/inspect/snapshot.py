@@ -70,6 +70,7 @@ def _late_marks(node: NodeView) -> Iterator[LateMark]:
             waited_s=at_s - wait.since_s,
             left_s=wait.until_s - at_s,
             words=mark_words(node, wait),
+            device=wait.device,
         )
 
 

@@ -144,6 +144,7 @@ class EngineCopies:
             n_bytes=max(0, message.n_bytes) if message.is_done else 0,
             waited_us=max(0, message.waited_us),
             moved_us=max(0, message.moved_us),
+            mark_us=max(0, message.mark_us),
             why="" if message.is_done else message.why or "it says no reason",
         )
         return lease if lease.written_tokens > before else None
@@ -468,6 +469,7 @@ class EngineCopies:
         n_bytes: int = 0,
         waited_us: int = 0,
         moved_us: int = 0,
+        mark_us: int = 0,
     ) -> None:
         """No byte of it moves: count it, tell of it, let go of its lease; its number is gone."""
         if not self.by_worker[copy.worker]:
@@ -492,6 +494,7 @@ class EngineCopies:
                 waited_us=waited_us,
                 moved_us=moved_us,
                 why=why,
+                mark_us=mark_us,
             )
         )
         # The read first, as at the end of a fetch.

@@ -110,6 +110,7 @@ class MarkWaits:
         wait = self.over(got.worker, message.copy)
         if wait is None:
             return False
+        waited_us = max(0, message.waited_us)
         self._out.emit(
             events.EngineCopied(
                 session=wait.session,
@@ -119,9 +120,10 @@ class MarkWaits:
                 rank=wait.rank,
                 pages=wait.n_pages,
                 n_bytes=0,
-                waited_us=max(0, message.waited_us),
+                waited_us=waited_us,
                 moved_us=0,
                 why=message.why or "it says no reason",
+                mark_us=waited_us,
             )
         )
         return True
