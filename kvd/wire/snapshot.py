@@ -460,6 +460,21 @@ class EvictionState(msgspec.Struct, frozen=True):
     thrashing: tuple[ThrashState, ...] = ()
 
 
+class LateMark(msgspec.Struct, frozen=True):
+    """An order of an engine to copy that waits for what the engine computes first, for long.
+
+    ``left_s``: until its process gives it up; less than 0 where that says nothing any more.
+    """
+
+    session: int
+    lease: int
+    waited_s: float
+    left_s: float
+    words: str = ""
+    device: str = ""
+    """Whose copy engine is to move it; empty: a processor."""
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """Everything, at one moment between two steps."""
 
@@ -492,3 +507,5 @@ class Snapshot(msgspec.Struct, frozen=True):
     tiers: tuple[TierState, ...] = ()
     """Below the pool, the nearest first."""
     evictions: EvictionState = EvictionState()
+    late_marks: tuple[LateMark, ...] = ()
+    """Those of engines that copy between pages and blocks of their own."""
