@@ -142,7 +142,7 @@ class Lease:
                 ``unknown-session``, ``client-gone``, or ``unreachable`` after ``Node.close``.
         """
         self._check_runs()
-        return self._state.pages
+        return np.frombuffer(self._state.row, dtype="<i4")
 
     @property
     def key(self) -> LeaseKey:
@@ -155,7 +155,7 @@ class Lease:
             KvdError: as ``pages``.
         """
         self._check_runs()
-        return self._pools.key_of(self.id, self._state.version)
+        return self._pools.key_of(self._state.number, self._state.version)
 
     def pages_of(self, component: str) -> NDArray[np.int32]:
         """Page ids of one component: int32, one dimension, read-only; 0 means no page.

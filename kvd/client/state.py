@@ -126,15 +126,16 @@ class LeaseView:
         self.number = number
         self.prefix_tokens = prefix_tokens
         self.kv_tokens = prefix_tokens
-        self._pages = pages
+        self.row = pages
+        """The bytes of ``pages``."""
         self._beside = beside
 
     def replace(self, first: int, pages: bytes, beside: tuple[bytes, ...]) -> None:
         """The daemon's row from page index ``first`` on; the rows ``beside`` are whole."""
-        former, former_beside = self._pages, self._beside
-        self._pages = former[: first * ID_BYTES] + pages
+        former, former_beside = self.row, self._beside
+        self.row = former[: first * ID_BYTES] + pages
         self._beside = beside
-        if not self._pages.startswith(former) or any(
+        if not self.row.startswith(former) or any(
             not now.startswith(before) for before, now in zip(former_beside, beside, strict=False)
         ):
             self.version += 1
@@ -143,7 +144,7 @@ class LeaseView:
         """The daemon has taken the pages back."""
         self.is_retracted = True
         self.version += 1
-        self._pages = b""
+        self.row = b""
         self._beside = ()
 
     def resumed(self, answer: Resumed) -> None:
@@ -152,7 +153,7 @@ class LeaseView:
         self.version += 1
         self.prefix_tokens = answer.prefix_tokens
         self.kv_tokens = answer.kv_tokens
-        self._pages = answer.pages
+        self.row = answer.pages
         self._beside = answer.beside
 
     def lose(self) -> None:
@@ -168,7 +169,7 @@ class LeaseView:
     @property
     def pages(self) -> NDArray[np.int32]:
         """The page ids, read-only; a later change makes a new array."""
-        return np.frombuffer(self._pages, dtype="<i4")
+        return np.frombuffer(self.row, dtype="<i4")
 
     @property
     def beside(self) -> tuple[NDArray[np.int32], ...]:

@@ -16,6 +16,9 @@ from kvd.connectors.vllm.windows import WindowBlocks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvd.client import ArrivingPages, SyncLease
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.orders import CopyOrder
@@ -73,6 +76,7 @@ class Moves:
             order = self._copies.begin(
                 tracked,
                 tracked.lease,
+                tracked.lease.pages,
                 is_load=True,
                 rows=self._rows(tracked.started_tokens, tracked.loads_to),
                 upto_tokens=tracked.loads_to,
@@ -98,6 +102,7 @@ class Moves:
         order = self._copies.begin(
             tracked,
             come,
+            come.pages,
             is_load=True,
             rows=self._rows(tracked.started_tokens, upto),
             upto_tokens=upto,
@@ -150,8 +155,9 @@ class Moves:
     def _ordered(
         self, link: NodeLink, tracked: Tracked, lease: SyncLease, upto: int
     ) -> list[CopyOrder]:
-        prompt_tokens = tracked.prompt_tokens
-        n_pages = self._pages_of(link, tracked, lease, upto)
+        prompt_tokens = tracked.request.num_prompt_tokens
+        pages = self._pages_of(link, tracked, lease, max(upto, prompt_tokens), upto)
+        n_pages = len(pages)
         whole = min(upto // self._block, n_pages) * self._block
         if tracked.transfer.sends and whole <= prompt_tokens <= min(upto, n_pages * self._block):
             whole = prompt_tokens
@@ -165,7 +171,9 @@ class Moves:
             # with windows it has the last blocks of that, and a page is a block of each.
             tracked.is_broken = True
             return []
-        order = self._copies.begin(tracked, lease, is_load=False, rows=rows, upto_tokens=whole)
+        order = self._copies.begin(
+            tracked, lease, pages, is_load=False, rows=rows, upto_tokens=whole
+        )
         tracked.ordered_tokens = whole
         tracked.saving.append(tracked.copies[order.number])
         return [order]
@@ -187,8 +195,13 @@ class Moves:
         """Whether it will be handed over, and its lease can have all of it."""
         return self.will_send(tracked) and self.has_pages_for_prompt(tracked)
 
-    def _pages_of(self, link: NodeLink, tracked: Tracked, lease: SyncLease, upto: int) -> int:
-        """How many pages its lease has; more are asked for when the last is reached."""
+    def _pages_of(
+        self, link: NodeLink, tracked: Tracked, lease: SyncLease, wanted: int, upto: int
+    ) -> NDArray[np.int32]:
+        """The pages of its lease; more are asked for when the last is reached.
+
+        ``wanted``: there are to be pages for so many tokens. ``upto``: so many are computed.
+        """
         if tracked.extension is not None:
             try:
                 if link.poll(tracked.extension) is not None:
@@ -196,13 +209,9 @@ class Moves:
             except KvdError:
                 # A full pool: what comes behind is not saved. It is asked for once.
                 tracked.extension, tracked.is_full = None, True
-        n_pages = len(lease.pages)
-        lacking = max(0, max(upto, tracked.prompt_tokens) - n_pages * self._block)
-        if (
-            tracked.extension is None
-            and not tracked.is_full
-            and upto // self._block >= n_pages
-            and lacking + self._more_tokens > 0
-        ):
-            tracked.extension = link.ask(lease.begin_extend, lacking + self._more_tokens)
-        return n_pages
+        pages = lease.pages
+        if upto // self._block >= len(pages) and tracked.extension is None and not tracked.is_full:
+            lacking = max(0, wanted - len(pages) * self._block) + self._more_tokens
+            if lacking > 0:
+                tracked.extension = link.ask(lease.begin_extend, lacking)
+        return pages

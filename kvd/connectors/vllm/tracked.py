@@ -66,7 +66,7 @@ class CopyUnderWay:
 
     def __init__(self, order: CopyOrder, tracked: Tracked, *, is_load: bool, ranks: int) -> None:
         self.order = order
-        self.blocks = tuple(order.used)
+        self.blocks = order.used
         """That are held for it."""
         self.tracked = tracked
         self.is_load = is_load
