@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvd.client import KvdError
+from kvd.connectors.vllm.tracked import RequestStage
 from kvd.connectors.vllm.windows import WindowBlocks
 
 if TYPE_CHECKING:
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
     from kvd.connectors.vllm.orders import CopyOrder
     from kvd.connectors.vllm.requests import Requests
     from kvd.connectors.vllm.sessions import NodeLink
-    from kvd.connectors.vllm.tracked import Tracked
+    from kvd.connectors.vllm.tracked import CopyUnderWay, Tracked
     from kvd.connectors.vllm.under_way import OrdersUnderWay
 
+
+UNLOADED: Final = "the workers could not load it"
 
 BLOCKS_AT_ONCE: Final = 4
 """Pages that a growing answer takes: fewer are a message more often, more may never be written."""
@@ -177,6 +180,51 @@ class Moves:
         tracked.ordered_tokens = whole
         tracked.saving.append(tracked.copies[order.number])
         return [order]
+
+    # ---- what has become of them -------------------------------------------------------------
+
+    def over(self, copy: CopyUnderWay) -> None:
+        """All ranks have answered that order."""
+        if copy.is_load:
+            self._load_over(copy)
+        else:
+            self._save_over(copy)
+
+    def _load_over(self, copy: CopyUnderWay) -> None:
+        tracked = copy.tracked
+        if not copy.order.is_last:
+            # Of one whose last order is out the workers say that it has failed.
+            if not copy.is_done and tracked.id in self._requests.arriving:
+                self._requests.alone(tracked, UNLOADED)
+        elif tracked.stage is RequestStage.LOADING and copy.is_done:
+            tracked.stage = RequestStage.COMPUTING
+            self._requests.due.soon(tracked)
+        elif tracked.stage is RequestStage.LOADING:
+            self._requests.alone(tracked, UNLOADED)
+
+    def _save_over(self, copy: CopyUnderWay) -> None:
+        """What is saved up to the first copy that is not done, or not yet, is in the pages."""
+        tracked = copy.tracked
+        before, saving = tracked.saved_tokens, tracked.saving
+        while saving and saving[0].is_over and saving[0].is_done:
+            tracked.saved_tokens = saving.popleft().order.upto_tokens
+        if not copy.is_done and not tracked.is_broken:
+            # What lies before it is as good as it was: that is shared, and can be loaded again.
+            tracked.is_broken = True
+            if tracked.lease is not None:
+                self._requests.count_alone("the workers could not save a part of it")
+        elif tracked.saved_tokens > before:
+            self._share(tracked)
+
+    def _share(self, tracked: Tracked) -> None:
+        """Its chunks are there for others while it goes on."""
+        link, lease, upto = tracked.link, tracked.lease, tracked.saved_tokens
+        if lease is None or link is None or upto > tracked.prompt_tokens:
+            return
+        if tracked.id in self._requests.here:
+            more = tracked.unknown_tokens(upto)
+            tracked.known_tokens = max(tracked.known_tokens, upto)
+            link.say(lease.share, more, upto)
 
     # ---- pages -------------------------------------------------------------------------------
 

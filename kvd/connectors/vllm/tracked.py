@@ -196,6 +196,8 @@ class Tracked:
 
     def unknown_tokens(self, upto_tokens: int) -> list[int]:
         """Those below ``upto_tokens`` that its lease does not know."""
+        if upto_tokens <= self.known_tokens:
+            return []
         return list(self.request.all_token_ids[self.known_tokens : upto_tokens])
 
     def took(self, lease: SyncLease, *, known_tokens: int, filled_tokens: int) -> None:
