@@ -113,7 +113,6 @@ def test_a_small_file_that_one_other_imports_goes_home(sources):
 
 
 FOR_EVERY_REQUEST = {
-    "kvd/core/cache/evictions.py": {"LeftPrefix"},
     "kvd/core/cache/radix.py": {"Extension"},
     "kvd/core/components/component_pages.py": {"Evicted"},
     "kvd/core/engines/lease_verbs.py": {"Claim", "Leased"},

@@ -1,7 +1,7 @@
 """What has left the tree lately, so that whoever misses it can be told why, and for whose sake.
 
 Two things are kept. A **filter** of one-byte marks: ten minutes of a busy node, of which only
-whether something left is known. And a **record** of the last ``MOST_LEFT`` nodes with both sides:
+whether something left is known. And a **record** of the last nodes with both sides:
 who had written what left, and who needed its pages. Who misses what is in the record is *hurt* by
 that eviction. Where the same prefix is evicted and asked for again, and again, each time soon, the
 two sides thrash: there is not enough memory for both, and each pays for what the other computes.
@@ -12,13 +12,14 @@ What must not live here: which node goes first (``eviction``), what is said of i
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from struct import Struct
 from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import mypyc_attr
 from xxhash import xxh3_64_intdigest
 
 from kvd.core.cache.left_prefix import EvictionRound, LeftPrefix, MissedPrefix, Thrashing
-from kvd.types import ID_BYTES, Tokens
+from kvd.types import ID_BYTES, Pages, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,14 +38,24 @@ BESIDE = "beside"
 _PLACE = SLOTS - 1
 _TAG_SHIFT = 56
 
-MOST_LEFT: Final = 1024
-"""Nodes of which both sides are known after they have left."""
+MOST_LEFT: Final = 2048
+"""Nodes at most of which both sides are known after they have left."""
+
+_SLOT: Final = MOST_LEFT - 1
 
 MOST_MISSED: Final = 128
 """Requests that were hurt, the last ones."""
 
-KEPT_PAGE_BYTES: Final = 256 * ID_BYTES
-"""Of the page ids of one node: the first of them, so that the record stays below some MB."""
+MOST_WORDS: Final = 4096
+"""Names of namespaces, reasons and tiers that are kept; beyond that the record begins anew."""
+
+MOST_PAGE_LISTS: Final = 64
+"""Evictions of which it is known which pages they freed."""
+
+_ROW: Final = Struct("<QQQQQQIIIIIIIdd")
+"""One row of the record, its fields in the order of ``LeftPrefix``."""
+
+_MOST: Final = 2**32 - 1
 
 SOON_S: Final = 60.0
 """What is asked for again within this after it was evicted went too early."""
@@ -78,14 +89,18 @@ class Evictions:
     overwritten, and a prompt that is cut anew inside of what has left has none. The record is
     asked only where the filter has a mark, and is right: the whole hash must be the same, and what
     was above the node that left must be where the match ends. So of a path that left as a whole
-    only the first node is ever found.
+    only the first node is ever found. It is a fixed table of bytes too: to forget an object costs
+    microseconds, because all that it refers to has left the caches of the processor by then. Now
+    and then a newer row has the place of one that is not the oldest.
     """
 
     __slots__ = (
         "_is_single",
         "_marks",
+        "_pages",
         "_rounds",
-        "by_digest",
+        "_rows",
+        "_words",
         "in_tier",
         "missed",
         "n_hurt",
@@ -98,8 +113,12 @@ class Evictions:
         self._is_single = is_single
         """Whether nothing is beside the first component."""
         self._marks = bytearray(SLOTS)
-        self.by_digest: OrderedDict[int, LeftPrefix] = OrderedDict()
-        """The record; what left last at the end."""
+        self._rows = bytearray(_ROW.size * MOST_LEFT)
+        """The record, by the low bits of the digest; the newest in its place, 0 is none."""
+        self._words: dict[str | bytes, int] = {}
+        """What a row names by a number, by the order in which it came."""
+        self._pages: deque[tuple[int, Pages]] = deque(maxlen=MOST_PAGE_LISTS)
+        """The number of the last row of an eviction, and the pages of all of its nodes."""
         self.in_tier: dict[int, str] = {}
         """By node id, the tier that has what leaves in this step; empty between steps."""
         self.missed: deque[MissedPrefix] = deque(maxlen=MOST_MISSED)
@@ -107,17 +126,26 @@ class Evictions:
         self.n_hurt = 0
         self.n_soon = 0
         """Of these, those within ``SOON_S``."""
-        self._rounds: OrderedDict[int, EvictionRound] = OrderedDict()
-        """By digest, of those that were asked for again soon; what was asked for last at the end.
-        """
+        self._rounds: list[EvictionRound | None] = [None] * MOST_LEFT
+        """In the same way, what was asked for again soon."""
         self.thrashing: OrderedDict[tuple[int, int], Thrashing] = OrderedDict()
         """By who needed the pages and who was hurt; what was seen last at the end."""
 
     # ---- what leaves -------------------------------------------------------------------------
 
-    def left(self, nodes: Iterable[RadixNode], session: int, need: str, at_s: float) -> None:
-        """These have left the tree for that session; they still know what was above them."""
-        marks, hashed, record, tiers = self._marks, xxh3_64_intdigest, self.by_digest, self.in_tier
+    def left(
+        self, nodes: Iterable[RadixNode], pages: Pages, session: int, need: str, at_s: float
+    ) -> None:
+        """These have left the tree for that session; they still know what was above them.
+
+        ``pages`` are those of all of them, in their order; where these are not told, none.
+        """
+        marks, hashed, tiers, rows = self._marks, xxh3_64_intdigest, self.in_tier, self._rows
+        number, write, words = self.n_left, _ROW.pack_into, self._words
+        if len(words) > MOST_WORDS:
+            words.clear()
+            rows[:] = bytes(len(rows))
+        what, nowhere = words.setdefault(need, len(words)), words.setdefault("", len(words))
         for node in nodes:
             parent = node.parent
             # A root has no tokens of its own to be missed by.
@@ -129,29 +157,30 @@ class Evictions:
             start = parent.end_tokens
             mark = hashed(node.key, hashed(root.key, start) if root.key else start)
             marks[mark & _PLACE] = mark >> _TAG_SHIFT or 1
-            pages = node.pages
-            # By position: this is paid for every node that goes, as a part of a request.
-            record[mark] = LeftPrefix(
+            number += 1
+            name, hits = root.key, node.hits
+            write(
+                rows,
+                (mark & _SLOT) * _ROW.size,
+                number,
                 mark,
                 node.id,
                 0 if parent is root else parent.id,
-                root.key,
-                start,
-                node.end_tokens,
-                len(pages) // ID_BYTES,
-                pages[:KEPT_PAGE_BYTES],  # type: ignore[arg-type]  # see RadixNode
-                node.hits,
                 node.writer,
                 session,
-                need,
-                tiers.get(node.id, "") if tiers else "",
+                words[name] if name in words else words.setdefault(name, len(words)),
+                start,
+                node.end_tokens,
+                len(node.pages) // ID_BYTES,
+                hits if hits < _MOST else _MOST,
+                what,
+                words.setdefault(tiers.get(node.id, ""), len(words)) if tiers else nowhere,
                 at_s,
                 node.touched_at,
             )
-            record.move_to_end(mark)
-            self.n_left += 1
-        while len(record) > MOST_LEFT:
-            record.popitem(last=False)
+        self.n_left = number
+        if pages:
+            self._pages.append((number, pages))
         if tiers:
             tiers.clear()
 
@@ -172,9 +201,9 @@ class Evictions:
 
     def hurt(self, mark: int, anchor: RadixNode, session: int, at_s: float) -> Thrashing | None:
         """A request of that session misses what was evicted; a pair that begins to thrash by it."""
-        left = self.by_digest.get(mark)
+        left = self._read(mark & _SLOT, list(self._words)) if self._words else None
         above = anchor.id if anchor.parent is not None else 0
-        if left is None or left.above != above:
+        if left is None or left.digest != mark or left.above != above:
             return None
         missed = MissedPrefix(left, session, at_s)
         self.missed.append(missed)
@@ -186,16 +215,14 @@ class Evictions:
 
     def _again(self, missed: MissedPrefix) -> Thrashing | None:
         left, at_s = missed.left, missed.at_s
-        before = self._rounds.pop(left.digest, None)
-        n = 1
-        if before is not None:
+        slot = left.digest & _SLOT
+        before, n = self._rounds[slot], 1
+        if before is not None and before.digest == left.digest:
             if before.node == left.node:
                 n = before.n
             elif left.at_s - before.missed_s <= SOON_S:
                 n = before.n + 1
-        self._rounds[left.digest] = EvictionRound(n, left.node, at_s)
-        if len(self._rounds) > MOST_LEFT:
-            self._rounds.popitem(last=False)
+        self._rounds[slot] = EvictionRound(left.digest, n, left.node, at_s)
         if n < THRASH_ROUNDS or (before is not None and before.node == left.node):
             return None
         pair = (left.session, missed.session)
@@ -222,6 +249,37 @@ class Evictions:
         found = reversed(self.thrashing.values())
         return [pair for pair in found if now_s - pair.last.at_s <= SOON_S]
 
+    def last_left(self) -> list[LeftPrefix]:
+        """The record, what left last first."""
+        words = list(self._words)
+        rows = [self._read(slot, words) for slot in range(MOST_LEFT)]
+        return sorted([row for row in rows if row is not None], key=_number, reverse=True)
+
+    def _read(self, slot: int, words: list[str | bytes]) -> LeftPrefix | None:
+        """The row in that place."""
+        row = _ROW.unpack_from(self._rows, slot * _ROW.size)
+        if not row[0]:
+            return None
+        number, digest, node, above, writer, session, namespace, start, end, pages, hits = row[:11]
+        need, tier, at_s, touched_at = row[11:]
+        return LeftPrefix(
+            number=number,
+            digest=digest,
+            node=node,
+            above=above,
+            writer=writer,
+            session=session,
+            namespace=bytes(words[namespace]),
+            start_tokens=start,
+            end_tokens=end,
+            n_pages=pages,
+            hits=hits,
+            need=str(words[need]),
+            tier=str(words[tier]),
+            at_s=at_s,
+            touched_at=touched_at,
+        )
+
     def rounds_of(self, node: RadixNode) -> int:
         """How often what begins as ``node`` does was evicted and soon asked for again."""
         parent = node.parent
@@ -233,16 +291,31 @@ class Evictions:
         digest = xxh3_64_intdigest(
             node.key, xxh3_64_intdigest(root.key, start) if root.key else start
         )
-        known = self._rounds.get(digest)
-        return 0 if known is None else known.n
+        known = self._rounds[digest & _SLOT]
+        return known.n if known is not None and known.digest == digest else 0
 
     def of_page(self, page: int) -> LeftPrefix | None:
         """What that page held when it last left the tree, as far as that is known."""
         wanted = page.to_bytes(ID_BYTES, "little")
-        for left in reversed(self.by_digest.values()):
-            at = left.pages.find(wanted)
+        rows = {left.number: left for left in self.last_left()}
+        for last, pages in reversed(self._pages):
+            at = pages.find(wanted)
             while at >= 0 and at % ID_BYTES:
-                at = left.pages.find(wanted, at + 1)
+                at = pages.find(wanted, at + 1)
             if at >= 0:
-                return left
+                return _at(rows, last, len(pages) - at)
         return None
+
+
+def _at(rows: dict[int, LeftPrefix], number: int, from_end: int) -> LeftPrefix | None:
+    """The row whose pages are so many bytes before the end of those of its eviction."""
+    while (left := rows.get(number)) is not None:
+        from_end -= left.n_pages * ID_BYTES
+        if from_end <= 0:
+            return left
+        number -= 1
+    return None
+
+
+def _number(left: LeftPrefix) -> int:
+    return left.number

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import msgspec
 
-from kvd.types import Pages
-
 
 class LeftPrefix(msgspec.Struct, frozen=True, gc=False):
     """One node that has left: the tokens from ``start_tokens`` to ``end_tokens`` of a prompt.
@@ -17,21 +15,21 @@ class LeftPrefix(msgspec.Struct, frozen=True, gc=False):
     with the node ``above`` it is of all tokens up to the end of that page (0: it began a prompt).
     """
 
+    number: int
+    """Of those that left, which."""
     digest: int
     node: int
     above: int
+    writer: int
+    """The session that brought it into the tree; 0: none did (``RadixNode.writer``)."""
+    session: int
+    """Of whoever needed its pages; 0: kvd itself."""
     namespace: bytes
     """As the tree has it, with its epoch."""
     start_tokens: int
     end_tokens: int
     n_pages: int
-    pages: Pages
-    """The first of them."""
     hits: int
-    writer: int
-    """The session that brought it into the tree; 0: none did (``RadixNode.writer``)."""
-    session: int
-    """Of whoever needed its pages; 0: kvd itself."""
     need: str
     """What for: the reason of a lease, or ``operator`` or ``flush``."""
     tier: str
@@ -52,6 +50,7 @@ class MissedPrefix(msgspec.Struct, frozen=True, gc=False):
 class EvictionRound(msgspec.Struct, frozen=True, gc=False):
     """How often a prefix was evicted and asked for again soon, without a longer rest between."""
 
+    digest: int
     n: int
     node: int
     """That left last, so that one eviction counts once, however many ask."""

@@ -33,9 +33,7 @@ def eviction_state(node: NodeView) -> EvictionState:
         prefixes=kept.n_left,
         hurt=kept.n_hurt,
         hurt_soon=kept.n_soon,
-        evicted=tuple(
-            [_row(node, left) for left in islice(reversed(kept.by_digest.values()), ROWS_SHOWN)]
-        ),
+        evicted=tuple([_row(node, left) for left in kept.last_left()[:ROWS_SHOWN]]),
         missed=tuple([_missed(node, one) for one in islice(reversed(kept.missed), ROWS_SHOWN)]),
         thrashing=tuple([_thrash(node, pair) for pair in kept.thrashing_at(node.out.at_s)]),
     )
@@ -98,8 +96,9 @@ def of_evictions(node: NodeView) -> Explanation:
     )
     facts = [pair.why for pair in state.thrashing]
     facts += [_missed_words(row) for row in state.missed]
-    facts += [_left_words(node, left) for left in islice(reversed(kept.by_digest.values()), 20)]
-    clients = Counter(left.session for left in kept.by_digest.values() if left.session)
+    last = kept.last_left()
+    facts += [_left_words(node, left) for left in last[:ROWS_SHOWN]]
+    clients = Counter(left.session for left in last if left.session)
     refs = [f"client:{number}" for number, _ in clients.most_common(ROWS_SHOWN)]
     return Explanation(sentence, tuple(facts), links_of(*refs))
 

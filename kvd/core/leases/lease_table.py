@@ -870,7 +870,7 @@ class LeaseTable:
         # Noted as nobody's before anybody is given them: the journal hears in this order.
         self.return_pages(evicted.pages)
         self.evicted_pages += n_freed
-        self.evictions.left(evicted.victims, session, need, self._out.at_s)
+        self.evictions.left(evicted.victims, evicted.pages, session, need, self._out.at_s)
         tell_evicted(self._out, n_freed, len(evicted.victims), reason)
         return n_freed
 
@@ -887,7 +887,7 @@ class LeaseTable:
             Pages freed, and pages kept by a lock.
         """
         flushed = self.tree.flush(keys)
-        self.evictions.left(flushed.nodes, 0, FLUSH, self._out.at_s)
+        self.evictions.left(flushed.nodes, NO_PAGES, 0, FLUSH, self._out.at_s)
         n_freed = count(flushed.pages)
         self.return_pages(flushed.pages)
         self._out.emit(
