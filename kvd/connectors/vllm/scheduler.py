@@ -571,8 +571,13 @@ class SchedulerHalf:
         self, due: list[Tracked], scheduled: Mapping[str, int], saves: list[CopyOrder]
     ) -> None:
         """Save what this step completes of these."""
-        computing = [tracked for tracked in due if tracked.stage is RequestStage.COMPUTING]
-        begun = [tracked for tracked in computing if not tracked.has_run]
+        computing: list[Tracked] = []
+        begun: list[Tracked] = []
+        for tracked in due:
+            if tracked.stage is RequestStage.COMPUTING:
+                computing.append(tracked)
+                if not tracked.has_run:
+                    begun.append(tracked)
         if begun:
             self._doubt(begun)
         for running in computing:
