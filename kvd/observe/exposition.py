@@ -257,9 +257,11 @@ def _of_tiers(tiers: tuple[TierState, ...]) -> Iterator[Metric]:
     yield gauge("kvd_tier_up", up, each(lambda t: int(t.state == "serving")), ("tier",))
     used = "What lies there takes."
     yield gauge("kvd_tier_used_bytes", used, each(lambda t: t.objects * t.object_bytes), ("tier",))
-    size = "What may lie there takes at most."
-    full = each(lambda t: t.capacity_objects * t.object_bytes)
+    size = "What may lie there takes at most, where that is this node's to say."
+    full = {(t.tier,): t.capacity_objects * t.object_bytes for t in tiers if not t.is_shared}
     yield gauge("kvd_tier_size_bytes", size, full, ("tier",))
+    asked_for = "Questions for what other nodes have written to a tier that is shared, by outcome."
+    yield total("kvd_tier_probes", asked_for, by(_tier_probes), ("tier", "outcome"))
     moving = "Pages on their way there (writing) and back (reading)."
     yield gauge("kvd_tier_moving_pages", moving, by(_moving_pages), ("tier", "direction"))
     speed = "Bytes a second, as measured lately."
@@ -298,6 +300,12 @@ def _tier_pages(tier: TierState) -> dict[str, float]:
 
 def _tier_requests(tier: TierState) -> dict[str, float]:
     return {"hit": tier.hits, "waited": tier.waits, "late": tier.late, "no-room": tier.no_room}
+
+
+def _tier_probes(tier: TierState) -> dict[str, float]:
+    if not tier.is_shared:
+        return {}
+    return {"asked": tier.probes, "there": tier.probe_hits, "unasked": tier.unasked}
 
 
 def _tier_failures(tier: TierState) -> dict[str, float]:

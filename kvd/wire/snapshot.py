@@ -396,6 +396,14 @@ class TierState(msgspec.Struct, frozen=True):
     read_bytes_per_s: float
     written_bytes_per_s: float
     """As measured of the last orders; 0: there was none."""
+    is_shared: bool = False
+    """Other nodes write there too: ``objects`` are those that this one knows of, and its bound is
+    one of the index alone."""
+    probes: int = 0
+    """Questions for what others have written; ``probe_hits`` found some of it."""
+    probe_hits: int = 0
+    unasked: int = 0
+    """Prompts that were not asked for: they were not there a moment ago, or were flushed."""
 
 
 class EvictedPrefix(msgspec.Struct, frozen=True):

@@ -57,7 +57,7 @@ def asked(d):
 
 
 def test_what_another_node_wrote_is_asked_for_once_and_read():
-    world, d = shared()
+    _, d = shared()
     written_by_another(d)
 
     lease = d.lease(PROMPT)
@@ -71,7 +71,7 @@ def test_what_another_node_wrote_is_asked_for_once_and_read():
 
 
 def test_as_much_as_is_there_is_read_and_what_was_not_is_not_asked_for_again():
-    world, d = shared()
+    _, d = shared()
     written_by_another(d, n_pages=3)
 
     first = d.lease(PROMPT)
@@ -128,7 +128,7 @@ def test_a_request_waits_for_the_answer_no_longer_than_it_may_and_the_next_has_i
 
 
 def test_what_is_shorter_than_it_is_worth_is_never_asked_for():
-    world, d = shared(least_bytes=9 * PAGE * ID_BYTES)
+    _, d = shared(least_bytes=9 * PAGE * ID_BYTES)
     written_by_another(d)
 
     assert d.lease(PROMPT).prefix_tokens == 0
@@ -136,7 +136,7 @@ def test_what_is_shorter_than_it_is_worth_is_never_asked_for():
 
 
 def test_what_is_in_the_pool_is_not_asked_for():
-    world, d = shared()
+    _, d = shared()
     cached(d, PROMPT)
     before = len(asked(d))
 
@@ -175,7 +175,7 @@ def test_what_is_known_is_forgotten_with_its_lifetime():
 
 
 def test_questions_that_nobody_can_answer_open_the_breaker():
-    world, d = shared()
+    _, d = shared()
     d.fails_probing = "http://127.0.0.1:1: Connection refused"
     for k in range(3):
         d.lease(tokens((1000 * (k + 1), 8 * PAGE)))
@@ -213,7 +213,7 @@ def test_an_answer_that_says_more_than_was_asked_is_cut():
 
 def test_too_many_questions_are_not_asked(monkeypatch):
     monkeypatch.setattr(probes, "MOST_PROBES", 2)
-    world, d = shared()
+    _, d = shared()
     d.hold_storage = True
     for k in range(4):
         d.call(client.OpenLease, tokens((1000 * (k + 1), 2 * PAGE)))

@@ -193,7 +193,7 @@ class StoreSite(Site):
     def __init__(self, store: SeaweedStore, *of, answer_s: float = 3.0, **other) -> None:
         super().__init__(store.directory, *of, **other)
         self.store, self.answer_s = store, answer_s
-        self.endpoint = store.endpoint
+        self.endpoint, self.credentials_file = store.endpoint, store.credentials_file
 
     def plan(self) -> StorePlan:
         return StorePlan(
@@ -202,7 +202,7 @@ class StoreSite(Site):
             bucket="kvd",
             prefix="tests",
             region="us-east-1",
-            credentials_file=str(self.store.credentials_file),
+            credentials_file=str(self.credentials_file),
             profile=None,
             ca_file=None,
             answer_s=self.answer_s,

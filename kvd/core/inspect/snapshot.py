@@ -131,6 +131,10 @@ def tier_state(node: NodeView, tier: StorageTier) -> TierState:
         cut=counts.cut,
         read_bytes_per_s=tier.read_rate,
         written_bytes_per_s=tier.written_rate,
+        is_shared=tier.settings.is_shared,
+        probes=counts.probes,
+        probe_hits=counts.probe_hits,
+        unasked=counts.unasked,
     )
 
 
