@@ -258,7 +258,7 @@ class Evictions:
                 n = before.n
             elif left.at_s - before.missed_s <= SOON_S:
                 n = before.n + 1
-        self._rounds[slot] = EvictionRound(left.digest, n, left.node, at_s)
+        self._rounds[slot] = EvictionRound(digest=left.digest, n=n, node=left.node, missed_s=at_s)
         if n < THRASH_ROUNDS or (before is not None and before.node == left.node):
             return None
         pair = (left.session, missed.session)
