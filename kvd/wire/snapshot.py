@@ -457,7 +457,7 @@ class EvictionState(msgspec.Struct, frozen=True):
     """What has left the pool: counters since the daemon began, and the last rows, the last first.
 
     ``prefixes`` have left; ``hurt`` requests found gone what they asked for, ``hurt_soon`` of them
-    within a minute. ``thrashing`` are the pairs that do now.
+    within a minute. ``thrashing`` are the pairs that do now. As it was at the last tick.
     """
 
     prefixes: int = 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvd.core.cache.evictions import MOST_LEFT, SOON_S
-from kvd.core.inspect.snapshot import snapshot
+from kvd.core.inputs import Tick
+from kvd.core.inspect import snapshot as inspected
 from kvd.core.inspect.why import because
 from kvd.core.replay.freeze import freeze
 from kvd.core.replay.thaw import thaw
@@ -35,6 +36,11 @@ def prompt(first: int, n_pages: int = 8) -> bytes:
     return tokens((first, 16 * n_pages))
 
 
+def state_of(side: Side):
+    record(side)
+    return inspected.snapshot(side.node).evictions
+
+
 def put(side: Side, toks: bytes, session: int = 1) -> None:
     """A request of that session: leased, committed and let go."""
     lease = side.lease(toks, session=session)
@@ -43,10 +49,12 @@ def put(side: Side, toks: bytes, session: int = 1) -> None:
 
 
 def record(side: Side):
+    side.feed(Tick(side.world.now_s))
     return side.node.leases.evictions
 
 
 def facts(side: Side, kind: str = "evicted", number: int = 0) -> tuple[str, ...]:
+    side.feed(Tick(side.world.now_s))
     said = because(side.node, admin.Why(1, kind, number))
     assert isinstance(said, admin.Because), said
     return (said.sentence, *said.facts)
@@ -58,7 +66,7 @@ def test_a_row_says_what_left_who_had_written_it_and_who_needed_its_pages(world,
     world.pass_time(3)
     put(side, prompt(3000), session=OTHER)
 
-    (left,) = snapshot(side.node).evictions.evicted
+    (left,) = state_of(side).evicted
 
     assert (left.start_tokens, left.end_tokens, left.pages) == (0, 128, 8)
     assert (left.wrote, left.needed_by, left.need) == ("engine", "other", "lease")
@@ -75,7 +83,7 @@ def test_a_request_that_misses_exactly_what_left_is_hurt_and_both_sides_are_name
 
     put(side, prompt(1000))
 
-    state = snapshot(side.node).evictions
+    state = state_of(side)
     (missed,) = state.missed
     assert (state.prefixes, state.hurt, state.hurt_soon) == (2, 1, 1)
     assert (missed.missed_by, missed.evicted.needed_by) == ("engine", "other")
@@ -112,8 +120,8 @@ def test_the_same_prefix_evicted_and_asked_for_twice_is_thrash_and_told_once(wor
             put(side, prompt(first), session=session)
             world.pass_time(1)
 
+    state = state_of(side)
     told = [event for event in side.events if isinstance(event, CacheThrashing)]
-    state = snapshot(side.node).evictions
 
     assert {(one.session, one.hurt) for one in told} == {(2, 1), (1, 2), (2, 2)}
     assert len(told) == 3
@@ -152,11 +160,11 @@ def test_thrash_is_over_when_nobody_was_hurt_for_a_while(world, side):
     for _ in range(3):
         put(side, prompt(1000, PAGES))
         put(side, prompt(2000, PAGES))
-    assert snapshot(side.node).evictions.thrashing
+    assert state_of(side).thrashing
 
     world.pass_time(SOON_S + 10, tick_s=10)
 
-    assert not snapshot(side.node).evictions.thrashing
+    assert not state_of(side).thrashing
 
 
 @pytest.mark.parametrize(
@@ -193,7 +201,7 @@ def test_who_is_gone_keeps_its_name_for_a_while(world, side):
     side.hang_up(OTHER)
     side.ask(admin.Evict(1, 99))
 
-    assert snapshot(side.node).evictions.evicted[0].wrote == "other (gone)"
+    assert state_of(side).evicted[0].wrote == "other (gone)"
 
 
 def test_the_record_is_bounded(world, side):
@@ -217,6 +225,7 @@ def test_a_thawed_node_has_the_record(world, side):
     put(side, prompt(1000))
     side.ask(admin.Evict(1, 99))
 
+    record(side)
     again = thaw(freeze(side.node))
 
     assert again.leases.evictions.last_left() == record(side).last_left()

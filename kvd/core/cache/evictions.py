@@ -19,10 +19,10 @@ from mypy_extensions import mypyc_attr
 from xxhash import xxh3_64_intdigest
 
 from kvd.core.cache.left_prefix import EvictionRound, LeftPrefix, MissedPrefix, Thrashing
-from kvd.types import ID_BYTES, Pages, Tokens
+from kvd.types import ID_BYTES, NO_PAGES, Pages, Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from kvd.core.cache.radix_node import RadixNode
 
@@ -67,6 +67,13 @@ MOST_THRASHING: Final = 64
 """Pairs of sessions."""
 
 
+MOST_FRESH: Final = 64
+"""Facts that wait for the tick: nodes that have left stay in memory so long."""
+
+FreshFact = tuple["Sequence[RadixNode]", Pages, str, int, int, int, float]
+"""Nodes, their pages, and what for, or none and what was missed: a mark, and the node above it.
+Whose session it is, and when it was, stand before and behind."""
+
 FLUSH: Final = "flush"
 OPERATOR: Final = "operator"
 """What pages are needed for where no lease needs them."""
@@ -92,6 +99,9 @@ class Evictions:
     only the first node is ever found. It is a fixed table of bytes too: to forget an object costs
     microseconds, because all that it refers to has left the caches of the processor by then. Now
     and then a newer row has the place of one that is not the oldest.
+
+    A request that evicts, or misses, only appends to ``fresh``. The record is entered at the tick,
+    in the same order, so what is asked of it is as old as that.
     """
 
     __slots__ = (
@@ -101,6 +111,7 @@ class Evictions:
         "_rounds",
         "_rows",
         "_words",
+        "fresh",
         "in_tier",
         "missed",
         "n_hurt",
@@ -120,7 +131,9 @@ class Evictions:
         self._pages: deque[tuple[int, Pages]] = deque(maxlen=MOST_PAGE_LISTS)
         """The number of the last row of an eviction, and the pages of all of its nodes."""
         self.in_tier: dict[int, str] = {}
-        """By node id, the tier that has what leaves in this step; empty between steps."""
+        """By node id, the tier that has what left since the record was settled."""
+        self.fresh: list[FreshFact] = []
+        """What happened since then."""
         self.missed: deque[MissedPrefix] = deque(maxlen=MOST_MISSED)
         self.n_left = 0
         self.n_hurt = 0
@@ -134,18 +147,13 @@ class Evictions:
     # ---- what leaves -------------------------------------------------------------------------
 
     def left(
-        self, nodes: Iterable[RadixNode], pages: Pages, session: int, need: str, at_s: float
+        self, nodes: Sequence[RadixNode], pages: Pages, session: int, need: str, at_s: float
     ) -> None:
         """These have left the tree for that session; they still know what was above them.
 
         ``pages`` are those of all of them, in their order; where these are not told, none.
         """
-        marks, hashed, tiers, rows = self._marks, xxh3_64_intdigest, self.in_tier, self._rows
-        number, write, words = self.n_left, _ROW.pack_into, self._words
-        if len(words) > MOST_WORDS:
-            words.clear()
-            rows[:] = bytes(len(rows))
-        what, nowhere = words.setdefault(need, len(words)), words.setdefault("", len(words))
+        marks, hashed = self._marks, xxh3_64_intdigest
         for node in nodes:
             parent = node.parent
             # A root has no tokens of its own to be missed by.
@@ -157,32 +165,7 @@ class Evictions:
             start = parent.end_tokens
             mark = hashed(node.key, hashed(root.key, start) if root.key else start)
             marks[mark & _PLACE] = mark >> _TAG_SHIFT or 1
-            number += 1
-            name, hits = root.key, node.hits
-            write(
-                rows,
-                (mark & _SLOT) * _ROW.size,
-                number,
-                mark,
-                node.id,
-                0 if parent is root else parent.id,
-                node.writer,
-                session,
-                words[name] if name in words else words.setdefault(name, len(words)),
-                start,
-                node.end_tokens,
-                len(node.pages) // ID_BYTES,
-                hits if hits < _MOST else _MOST,
-                what,
-                words.setdefault(tiers.get(node.id, ""), len(words)) if tiers else nowhere,
-                at_s,
-                node.touched_at,
-            )
-        self.n_left = number
-        if pages:
-            self._pages.append((number, pages))
-        if tiers:
-            tiers.clear()
+        self.fresh.append((nodes, pages, need, session, 0, 0, at_s))
 
     # ---- what is missed ----------------------------------------------------------------------
 
@@ -199,10 +182,63 @@ class Evictions:
             return EVICTED, mark
         return NEW if self._is_single or page not in anchor.children else BESIDE, 0
 
-    def hurt(self, mark: int, anchor: RadixNode, session: int, at_s: float) -> Thrashing | None:
-        """A request of that session misses what was evicted; a pair that begins to thrash by it."""
-        left = self._read(mark & _SLOT, list(self._words)) if self._words else None
+    def hurt(self, mark: int, anchor: RadixNode, session: int, at_s: float) -> None:
+        """A request of that session misses what the filter has a mark of."""
         above = anchor.id if anchor.parent is not None else 0
+        self.fresh.append(((), NO_PAGES, "", session, mark, above, at_s))
+
+    # ---- what is written down ----------------------------------------------------------------
+
+    def settle(self) -> list[Thrashing]:
+        """Enter what happened since the last time, in its order; the pairs that begin to thrash."""
+        fresh, self.fresh = self.fresh, []
+        began = []
+        for nodes, pages, need, session, mark, above, at_s in fresh:
+            if nodes:
+                self._enter(nodes, pages, session, need, at_s)
+            else:
+                found = self._hurt(mark, above, session, at_s)
+                began += [found] if found is not None else []
+        self.in_tier.clear()
+        return began
+
+    def _enter(
+        self, nodes: Sequence[RadixNode], pages: Pages, session: int, need: str, at_s: float
+    ) -> None:
+        rows, tiers, words = self._rows, self.in_tier, self._words
+        if len(words) > MOST_WORDS:
+            words.clear()
+            rows[:] = bytes(len(rows))
+        for node in nodes:
+            parent = node.parent
+            if parent is None:
+                continue
+            digest, root = _digest(node, parent)
+            self.n_left += 1
+            _ROW.pack_into(
+                rows,
+                (digest & _SLOT) * _ROW.size,
+                self.n_left,
+                digest,
+                node.id,
+                0 if parent is root else parent.id,
+                node.writer,
+                session,
+                words.setdefault(root.key, len(words)),
+                parent.end_tokens,
+                node.end_tokens,
+                len(node.pages) // ID_BYTES,
+                min(node.hits, _MOST),
+                words.setdefault(need, len(words)),
+                words.setdefault(tiers.get(node.id, ""), len(words)),
+                at_s,
+                node.touched_at,
+            )
+        if pages:
+            self._pages.append((self.n_left, pages))
+
+    def _hurt(self, mark: int, above: int, session: int, at_s: float) -> Thrashing | None:
+        left = self._read(mark & _SLOT, list(self._words))
         if left is None or left.digest != mark or left.above != above:
             return None
         missed = MissedPrefix(left, session, at_s)
@@ -222,7 +258,7 @@ class Evictions:
                 n = before.n
             elif left.at_s - before.missed_s <= SOON_S:
                 n = before.n + 1
-        self._rounds[slot] = EvictionRound(left.digest, n, left.node, at_s)
+        self._rounds[slot] = EvictionRound(digest=left.digest, n=n, node=left.node, missed_s=at_s)
         if n < THRASH_ROUNDS or (before is not None and before.node == left.node):
             return None
         pair = (left.session, missed.session)
@@ -282,15 +318,8 @@ class Evictions:
 
     def rounds_of(self, node: RadixNode) -> int:
         """How often what begins as ``node`` does was evicted and soon asked for again."""
-        parent = node.parent
-        assert parent is not None
-        root = parent
-        while root.parent is not None:
-            root = root.parent
-        start = parent.end_tokens
-        digest = xxh3_64_intdigest(
-            node.key, xxh3_64_intdigest(root.key, start) if root.key else start
-        )
+        assert node.parent is not None
+        digest, _ = _digest(node, node.parent)
         known = self._rounds[digest & _SLOT]
         return known.n if known is not None and known.digest == digest else 0
 
@@ -315,6 +344,18 @@ def _at(rows: dict[int, LeftPrefix], number: int, from_end: int) -> LeftPrefix |
             return left
         number -= 1
     return None
+
+
+def _digest(node: RadixNode, parent: RadixNode) -> tuple[int, RadixNode]:
+    """The same as a mark's hash, and the root."""
+    root = parent
+    while root.parent is not None:
+        root = root.parent
+    start = parent.end_tokens
+    return (
+        xxh3_64_intdigest(node.key, xxh3_64_intdigest(root.key, start) if root.key else start),
+        root,
+    )
 
 
 def _number(left: LeftPrefix) -> int:

@@ -32,7 +32,7 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.eviction import eviction_order
-from kvd.core.cache.evictions import FLUSH, OPERATOR, Evictions
+from kvd.core.cache.evictions import FLUSH, MOST_FRESH, OPERATOR, Evictions
 from kvd.core.cache.lease import COPIES, COPY, ENGINE, OUTLIVING, Claimed, Shortage
 from kvd.core.cache.lease_record import LeaseRecord, LeaseSends
 from kvd.core.cache.lease_state import LeaseStage
@@ -292,14 +292,13 @@ class LeaseTable:
             root = tree.roots[claim.namespace]
             why, mark = self.evictions.why_missed(claim.tokens, root, anchor, size)
             if mark and claim.session:
-                self._hurt(mark, anchor, claim)
+                self.evictions.hurt(mark, anchor, claim.session, at_s)
         lease_events.tell_opened(self._out, lease, n_own, n_prompt, missed, why)
         return lease
 
-    def _hurt(self, mark: int, anchor: RadixNode, claim: Claim) -> None:
-        """Its prompt misses what was evicted, which may be known to be of others."""
-        began = self.evictions.hurt(mark, anchor, claim.session, self._out.at_s)
-        if began is not None:
+    def settle_evictions(self) -> None:
+        """Enter what was evicted and missed; who begins to thrash is told."""
+        for began in self.evictions.settle():
             lease_events.tell_thrashing(self._out, began)
 
     def extend(self, lease: LeaseRecord, n_tokens: int) -> Shortage | None:
@@ -871,6 +870,8 @@ class LeaseTable:
         self.return_pages(evicted.pages)
         self.evicted_pages += n_freed
         self.evictions.left(evicted.victims, evicted.pages, session, need, self._out.at_s)
+        if len(self.evictions.fresh) >= MOST_FRESH:
+            self.settle_evictions()
         tell_evicted(self._out, n_freed, len(evicted.victims), reason)
         return n_freed
 
