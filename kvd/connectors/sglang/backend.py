@@ -56,7 +56,7 @@ NO_PREFIX: Final = (
 )
 
 
-class KvdHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types
+class KvdHiCache(HiCacheStorage):
     """What SGLang makes of ``--hicache-storage-backend dynamic``, one in each rank.
 
     Args:

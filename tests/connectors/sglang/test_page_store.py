@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvd.client import KvdError
@@ -120,8 +121,6 @@ def test_a_pool_that_is_full_of_locked_pages_stores_nothing_and_serves() -> None
 
 
 def test_pages_that_are_not_whole_are_refused() -> None:
-    import numpy as np
-
     pages = HostPages("kv", PlayedHostPool())
     assert pages.blocks_of(np.arange(PAGE_SIZE * 2, PAGE_SIZE * 4)) == [2, 3]
     with pytest.raises(ValueError, match="whole pages"):
