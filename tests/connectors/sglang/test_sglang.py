@@ -89,9 +89,12 @@ def test_sglang(sglang, scenario) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["killed", "stopped", "restarted"])
 @pytest.mark.parametrize("step", ["before", "loading", "ordered load", "saving", "ordered save"])
+@pytest.mark.parametrize("kind", ["killed", "stopped", "restarted", "restarted, kept"])
 def test_a_fault_of_the_daemon_costs_pages_and_no_wait(sglang, kind, step) -> None:
-    with daemon_for(PAGE_BYTES, pages=400) as daemon:
+    """Kept is the memory of its pool; else what was stored is lost with the daemon."""
+    kind, _, kept = kind.partition(", ")
+    more = {"backing": "shm"} if kept else {}
+    with daemon_for(PAGE_BYTES, pages=400, **more) as daemon:
         run(sglang, f"fault:{kind}:{step}", daemon)
         nothing_is_held(daemon)
