@@ -17,17 +17,21 @@ import tempfile
 import threading
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
-from kvd.connectors.sglang import storage_link
+from kvd.connectors.sglang import register, storage_link
+from kvd.connectors.sglang.identity import weight_changes
 from kvd.connectors.sglang.page_store import PageStore
 from tests.connectors.sglang.absent import stand_in
 
 stand_in()
 
 from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
+from sglang.srt.managers.scheduler_components.weight_updater import (  # noqa: E402
+    SchedulerWeightUpdaterManager,
+)
 from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
     HiCacheStorageExtraInfo,
     PoolHitPolicy,
@@ -42,6 +46,7 @@ from sglang.srt.mem_cache.pool_host import base  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
+from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
 PAGE = 16
@@ -345,6 +350,25 @@ def cleared(socket):
         assert rank.read(tokens) == 3
 
 
+def weights_that_change(socket):
+    """SGLang's registry calls the plugin's hook before its own method, which fails here."""
+    register()
+    HookRegistry.apply_hooks()
+    tokens = prompt(3, 95)
+    try:
+        with scheduler(socket) as rank:
+            assert rank.write(tokens) == 3
+            with suppress(AttributeError):
+                SchedulerWeightUpdaterManager.update_weights_from_tensor(None, None)
+            assert rank.read(tokens) == 0
+            assert rank.write(prompt(3, 96)) == 0
+    finally:
+        weight_changes.why_over = ""
+    with scheduler(socket) as another:
+        assert another.read(tokens) == 3
+        assert another.read(prompt(3, 96)) == 0
+
+
 def refused(socket):
     for extra, word in [
         ({"interface_v1": 0}, "interface_v1"),
@@ -467,6 +491,7 @@ SCENARIOS = {
         pages_behind_those_that_sglang_has,
         beside_pools,
         cleared,
+        weights_that_change,
         refused,
         injected_faults,
     )

@@ -74,6 +74,7 @@ SCENARIOS = (
     "pages_behind_those_that_sglang_has",
     "beside_pools",
     "cleared",
+    "weights_that_change",
     "refused",
     "injected_faults",
 )
