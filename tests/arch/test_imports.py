@@ -118,7 +118,7 @@ HOMES = {
         "kvd/connectors/vllm/stats.py",
     ),
     "vllm": tuple(f"kvd/connectors/vllm/{name}.py" for name in ("connector", "stats", "versions")),
-    "sglang": ("kvd/connectors/sglang/backend.py", "benchmarks/sglang.py"),
+    "sglang": ("kvd/connectors/sglang/backend.py", "kvd/connectors/sglang/__init__.py"),
     "aiohttp": ("kvd/proxy/",),
     "h11": ("kvd/observe/",),
     "nacl": ("kvd/zmtp/", "kvd/curve.py"),

@@ -17,7 +17,7 @@ Read in this order:
 - ``chains``: SGLang's names of pages, as keys;
 - ``page_store``: pages by their chain, looked up, saved and loaded;
 - ``storage_link``: the session with the daemon, and how long anything of it may take;
-- ``backend``: the two behind SGLang's interface. This module alone imports SGLang.
+- ``backend``: the two behind SGLang's interface. It and the plugin here alone import SGLang.
 """
 
 from __future__ import annotations
@@ -28,7 +28,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvd.connectors.sglang.backend import KvdHiCache
 
-__all__ = ["KvdHiCache"]
+__all__ = ["KvdHiCache", "register"]
+
+
+def register() -> None:
+    """Have weights watched that are changed in place: the entry point ``sglang.srt.plugins``."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
+
+    from kvd.connectors.sglang.identity import UPDATES, weight_changes  # noqa: PLC0415
+
+    for target in UPDATES:
+        HookRegistry.register(target, weight_changes.begin, HookType.BEFORE)
+    weight_changes.is_watched = True
 
 
 def __getattr__(name: str) -> object:

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from kvd.connectors.sglang.chains import PageChain, RestorablePages
 from kvd.connectors.sglang.host_pages import HostPages, UnfitHostPool
-from kvd.connectors.sglang.identity import identity_of_pages
+from kvd.connectors.sglang.identity import identity_of_pages, weight_changes
 from kvd.connectors.sglang.options import storage_options
 from kvd.connectors.sglang.page_store import PageStore
 from kvd.connectors.sglang.storage_link import StorageLink
@@ -49,6 +49,11 @@ BY_NUMBER: Final = (
     "tensor of its own"
 )
 
+NOT_WATCHED: Final = (
+    "kvd: its plugin for SGLang is not loaded (is kvd installed here, and SGLANG_PLUGINS without "
+    "it?): weights that are changed in this engine would not be seen, and must not be"
+)
+
 NO_PREFIX: Final = (
     'kvd: "hicache_storage_pass_prefix_keys": true is missing in '
     "--hicache-storage-backend-extra-config: pages behind others that SGLang has itself are not "
@@ -56,7 +61,7 @@ NO_PREFIX: Final = (
 )
 
 
-class KvdHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types
+class KvdHiCache(HiCacheStorage):
     """What SGLang makes of ``--hicache-storage-backend dynamic``, one in each rank.
 
     Args:
@@ -75,7 +80,13 @@ class KvdHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types
             logger.warning("kvd: SGLang %s: this was tested with %s", sglang_version, tested)
         rank = f"tp{storage_config.tp_rank}-pp{storage_config.pp_rank}-{os.getpid()}"
         model = str(storage_config.model_name or "sglang").rpartition("/")[2]
-        self._link = StorageLink(self._options.name or f"{model}-{rank}", self._options)
+        if not weight_changes.is_watched:
+            logger.warning(NOT_WATCHED)
+        self._link = StorageLink(
+            self._options.name or f"{model}-{rank}",
+            self._options,
+            why_over=lambda: weight_changes.why_over,
+        )
         self._stores: dict[str, PageStore] = {}
         self._is_told = False
 

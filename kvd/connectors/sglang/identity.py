@@ -6,6 +6,10 @@ quantisation, what is overridden of the configuration. How pages are packed, and
 model a rank has, count too: bytes of another layout, dtype or rank are not its own. Adapters and
 salts are in SGLang's own hashes of pages.
 
+Weights that are changed in a running engine are nobody's in particular: a plugin of SGLang's sees
+that they are about to be (``WeightChanges``), and from then on that engine finds and stores
+nothing. SGLang writes pages from queues, so pages of before may come behind the change.
+
 What cannot be found out is a random number: such an engine shares with nobody, and finds nothing
 of before its own start. ``weights`` in the extra configuration is a name for them, in their place.
 
@@ -43,6 +47,40 @@ ARGUMENTS: Final = (
     *("speculative_algorithm", "modelopt_quant", "torchao_config", "rl_quant_profile"),
 )
 """Of the server: those that decide values of KV, beside the weights."""
+
+
+UPDATES: Final = tuple(
+    f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}"
+    for name in (
+        "begin_weight_update",
+        "update_weights_from_disk",
+        "update_weights_from_distributed",
+        "update_weights_from_tensor",
+        "update_weights_from_ipc",
+    )
+)
+"""Of SGLang's scheduler: what changes the weights of a running engine."""
+
+
+class WeightChanges:
+    """Whether the weights of this process are still those that it began with.
+
+    Attributes:
+        is_watched: whether anybody would see that they change.
+        why_over: why nothing is to be stored any more; empty: they are.
+    """
+
+    def __init__(self) -> None:
+        self.is_watched = False
+        self.why_over = ""
+
+    def begin(self, *_args: object, **_kwargs: object) -> None:
+        """They are about to change; SGLang calls it before."""
+        self.why_over = "the weights were changed in this engine; start it again to use the pool"
+
+
+weight_changes: Final = WeightChanges()
+"""Of this process."""
 
 
 def identity_of_pages(

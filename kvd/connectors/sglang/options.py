@@ -51,8 +51,8 @@ def storage_options(extra: Mapping[str, object] | None) -> StorageOptions:
     known = [field for field in StorageOptions.__struct_fields__ if field != "since_ns"]
     unknown = sorted(set(ours) - set(known))
     if unknown:
-        told = ", ".join(f"kvd.{name}" for name in known)
-        raise ValueError(f"kvd: there is no {', '.join(unknown)} here; there is {told}")
+        there, wrong = (", ".join(f"kvd.{name}" for name in names) for names in (known, unknown))
+        raise ValueError(f"kvd: there is no {wrong} in the extra configuration; there is {there}")
     try:
         return msgspec.convert(ours, StorageOptions)
     except msgspec.ValidationError as error:

@@ -22,7 +22,7 @@ from kvd.connectors.sglang.host_pages import LEAST_PAGE_TOKENS, UnfitHostPool
 from kvd.errors import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvd.client import EngineBlocks, Pool, SyncLease, SyncNode
     from kvd.connectors.sglang.host_pages import HostPages
@@ -116,10 +116,13 @@ class StorageLink:
     Args:
         name: what tables call this rank.
         options: what the user has set.
+        why_over: why nothing of the daemon is to be used any more; empty: it may be.
     """
 
-    def __init__(self, name: str, options: StorageOptions) -> None:
-        self._name, self._options = name, options
+    def __init__(
+        self, name: str, options: StorageOptions, why_over: Callable[[], str] = lambda: ""
+    ) -> None:
+        self._name, self._options, self._why_over = name, options, why_over
         self._lock = threading.RLock()
         self._session: StorageSession | None = None
         self._first: HostPages | None = None
@@ -188,6 +191,10 @@ class StorageLink:
             self._told(f"the session with the daemon broke: {error}")
 
     def _here(self) -> StorageSession | None:
+        why = self._why_over()
+        if why and not self._is_closed:
+            self.close()
+            self._told(why)
         if self._is_closed or time.monotonic() < self._not_before_s:
             return None
         if self._session is not None and self._session.node.end is not None:

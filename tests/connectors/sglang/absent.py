@@ -11,6 +11,10 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
+from typing import ClassVar
+
+import transformers.image_utils  # before anything stands in: it looks for decoders
+from transformers.utils import import_utils
 
 KERNELS = {"sgl_kernel", "flashinfer", "flash_attn", "kernels", "deep_gemm", "tilelang"}
 DECODERS = {"torchvision"}
@@ -28,7 +32,7 @@ class EmptyKind(type):
 class EmptyModule(types.ModuleType):
     """A module whose names are all such classes."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -54,8 +58,6 @@ class EmptyFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def stand_in() -> None:
     """From here on SGLang can be imported; transformers must not take them for there."""
-    import transformers.image_utils  # noqa: F401
-    from transformers.utils import import_utils
-
+    assert transformers.image_utils
     import_utils.is_torchvision_available()
     sys.meta_path.append(EmptyFinder())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from kvd.client import KvdError
@@ -119,9 +122,16 @@ def test_a_pool_that_is_full_of_locked_pages_stores_nothing_and_serves() -> None
         nothing_is_held(daemon)
 
 
-def test_pages_that_are_not_whole_are_refused() -> None:
-    import numpy as np
+def test_without_a_daemon_nothing_is_found_and_nothing_is_raised(tmp_path) -> None:
+    nowhere = SimpleNamespace(client=f"ipc://{tmp_path}/client.sock")
+    with stored(nowhere) as rank:
+        assert rank.found(names_of(3)) == 0
+        assert not rank.save(names_of(3))
+        assert rank.load(names_of(3)) == 0
+        assert "no daemon" in rank.link.why_away
 
+
+def test_pages_that_are_not_whole_are_refused() -> None:
     pages = HostPages("kv", PlayedHostPool())
     assert pages.blocks_of(np.arange(PAGE_SIZE * 2, PAGE_SIZE * 4)) == [2, 3]
     with pytest.raises(ValueError, match="whole pages"):

@@ -26,32 +26,45 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(scenario: str, daemon) -> None:
-    """One scenario in a process of SGLang's; it may ask for another life of the daemon."""
-    command = [PYTHON, "-m", "tests.connectors.sglang.engine", scenario, daemon.client]
+@pytest.fixture(scope="module")
+def sglang():
+    """A process of SGLang's, which takes one scenario after the other."""
     process = subprocess.Popen(
-        [*command, str(daemon.pid)],
+        [PYTHON, "-m", "tests.connectors.sglang.engine"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
     )
-    said = ""
     with process:
-        for line in process.stdout:
-            said = json.loads(line) if line.startswith('"') else said
-            if said in {"kill", "restart"}:
-                daemon.kill()
-            if said in {"start", "restart"}:
-                daemon.start()
-                daemon.wait_ready()
-            if said in {"kill", "restart", "start"}:
-                process.stdin.write("done\n")
-                process.stdin.flush()
-        errors = process.stderr.read()
-    assert said == "passed", errors[-4000:]
+        yield process
+        process.kill()
+
+
+def run(sglang, scenario: str, daemon) -> None:
+    """One of them; it may ask for another life of the daemon."""
+    told(sglang, json.dumps([scenario, daemon.client, daemon.pid]))
+    for line in sglang.stdout:
+        if not line.startswith('"'):
+            continue
+        said = json.loads(line)
+        if said in {"kill", "restart"}:
+            daemon.kill()
+        if said in {"start", "restart"}:
+            daemon.start()
+            daemon.wait_ready()
+        if said not in {"kill", "start", "restart"}:
+            assert said == "passed", said
+            return
+        told(sglang, "done")
+    pytest.fail("SGLang's process has ended")
+
+
+def told(sglang, line: str) -> None:
+    """It reads one at a time."""
+    sglang.stdin.write(f"{line}\n")
+    sglang.stdin.flush()
 
 
 SCENARIOS = (
@@ -61,6 +74,7 @@ SCENARIOS = (
     "pages_behind_those_that_sglang_has",
     "beside_pools",
     "cleared",
+    "weights_that_change",
     "refused",
     "injected_faults",
 )
@@ -68,19 +82,20 @@ SCENARIOS = (
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_sglang(scenario) -> None:
+def test_sglang(sglang, scenario) -> None:
     page_bytes = 3 * 128 * 2 * 16 if scenario == "mla_pages" else PAGE_BYTES
     with daemon_for(page_bytes, pages=400) as daemon:
-        run(scenario, daemon)
+        run(sglang, scenario, daemon)
         nothing_is_held(daemon)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["killed", "stopped", "restarted"])
-@pytest.mark.parametrize(
-    "step", ["before", "loading", "ordered load", "saving", "ordered save"]
-)
-def test_a_fault_of_the_daemon_costs_pages_and_no_wait(kind, step) -> None:
-    with daemon_for(PAGE_BYTES, pages=400) as daemon:
-        run(f"fault:{kind}:{step}", daemon)
+@pytest.mark.parametrize("step", ["before", "loading", "ordered load", "saving", "ordered save"])
+@pytest.mark.parametrize("kind", ["killed", "stopped", "restarted", "restarted, kept"])
+def test_a_fault_of_the_daemon_costs_pages_and_no_wait(sglang, kind, step) -> None:
+    """Kept is the memory of its pool; else what was stored is lost with the daemon."""
+    kind, _, kept = kind.partition(", ")
+    more = {"backing": "shm"} if kept else {}
+    with daemon_for(PAGE_BYTES, pages=400, **more) as daemon:
+        run(sglang, f"fault:{kind}:{step}", daemon)
         nothing_is_held(daemon)

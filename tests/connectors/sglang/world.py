@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from kvd.connectors.sglang.host_pages import HostPages
 from kvd.connectors.sglang.options import StorageOptions
 from kvd.connectors.sglang.page_store import PageStore
 from kvd.connectors.sglang.storage_link import StorageLink
+from tests.connectors.sglang.world_names import names_of
 from tests.support.daemons import one_daemon
 
 if TYPE_CHECKING:
@@ -77,15 +77,6 @@ def is_full_of(pool: PlayedHostPool, blocks, names) -> bool:
     other = PlayedHostPool(pool.layout, pool.page_num, pool.layers)
     fill(other, blocks, names)
     return all((pool.page(block) == other.page(block)).all() for block in blocks)
-
-
-def names_of(count: int, seed: str = "a", before: str = "") -> list[str]:
-    """A chain of hashes, each over the one before it."""
-    found = []
-    for number in range(count):
-        before = hashlib.sha256(f"{before} {seed} {number}".encode()).hexdigest()
-        found.append(before)
-    return found
 
 
 def settings_for(page_bytes: int, pages: int = 100, **more: str) -> dict[str, str]:
@@ -161,3 +152,18 @@ def held(daemon: Daemon) -> int:
 def nothing_is_held(daemon: Daemon) -> None:
     """A lease is left without waiting for it."""
     daemon.wait_for(lambda: held(daemon) == 0, "something is held", 60)
+
+
+__all__ = [
+    "PAGES",
+    "PAGE_SIZE",
+    "PlayedHostPool",
+    "Stored",
+    "daemon_for",
+    "fill",
+    "held",
+    "is_full_of",
+    "names_of",
+    "nothing_is_held",
+    "stored",
+]
