@@ -52,7 +52,7 @@ from kvd.client.state import (
 )
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
-from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, readable_replies
+from kvd.wire.codec import CLIENT_REQUESTS, readable_replies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -87,6 +87,10 @@ UNDONE = "the engine no longer waits for it"
 
 MOST_KEPT_ROOMS = 4096
 """Kept rooms of which it is known how many calls were told of them; the oldest is forgotten."""
+
+
+_READ = msgspec.msgpack.Decoder(wire.Reply | wire.Several).decode
+"""A message of the daemon's, which is no longer than the socket reads."""
 
 
 class KnownPrompt(msgspec.Struct, frozen=True):
@@ -351,8 +355,9 @@ class Connection:
 
     def feed(self, frames: list[bytes]) -> None:
         """One message from the daemon; what of it cannot be read is counted and changes nothing."""
-        message = CLIENT_REPLIES.decode(frames[0])
-        if type(message) is Refusal:
+        try:
+            message = _READ(frames[0])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             replies, unreadable = readable_replies(frames[0])
             self.unreadable_messages += unreadable
             message = wire.Several(tuple(replies))
@@ -455,7 +460,7 @@ class Connection:
         request, lease = call.request, call.lease
         if type(request) in ENDS_SENDS:
             self._sends.pop(request.send, None)  # type: ignore[union-attr]
-        if lease is not None and _ends_lease(request):
+        if lease is not None and not lease.is_released and _ends_lease(request):
             self._lease_ended(lease)
 
     def _lease_ended(self, lease: LeaseView) -> None:

@@ -213,7 +213,7 @@ class Moves:
             tracked.is_broken = True
             if tracked.lease is not None:
                 self._requests.count_alone("the workers could not save a part of it")
-        elif tracked.saved_tokens > before:
+        elif tracked.saved_tokens > before and tracked.lease is not None:
             self._share(tracked)
 
     def _share(self, tracked: Tracked) -> None:
