@@ -108,6 +108,6 @@ def _over(rows: list[Measured], what: str, key: str) -> float:
 command = benchmark(
     "sglang",
     run,
-    click.option("--pages", default=64, show_default=True, help="Of each call."),
-    click.option("--rounds", default=5, show_default=True, help="To take the median of."),
+    click.option("--pages", default=48, show_default=True, help="Of each call."),
+    click.option("--rounds", default=3, show_default=True, help="To take the median of."),
 )

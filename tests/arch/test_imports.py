@@ -129,7 +129,7 @@ LAZY_TORCH = ("kvd/client/mapping.py", "kvd/client/device_mapping.py")
 
 OURS = {"kvd", "tui", "benchmarks"}
 
-HOSTS = {"vllm"}
+HOSTS = {"vllm", "sglang"}
 """Engines that load a connector of ours: nobody installs them for kvd."""
 
 OPTIONAL = ("flash_attn",)

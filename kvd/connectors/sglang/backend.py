@@ -102,7 +102,7 @@ class KvdHiCache(HiCacheStorage):
         """
         super().register_mem_pool_host(mem_pool_host)
         pages = HostPages(PoolName.KV.value, mem_pool_host)
-        logger.info("kvd: the pool for SGLang's pages: %s", pages.section())
+        logger.info("kvd: a pool for SGLang's pages:\n%s", pages.section())
         self._stores[pages.name] = PageStore(self._link, pages, self._namespace(pages))
         self._link.open(pages)
 

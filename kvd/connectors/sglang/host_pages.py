@@ -86,7 +86,7 @@ class HostPages:
         if left < 0:
             raise UnfitHostPool(
                 f"a page of {self.name} has {self.page_bytes} bytes, and one of kvd's "
-                f"{pool_page_bytes}: {self.section()}"
+                f"{pool_page_bytes}"
             )
         first = {
             f"{self.name} {number}": self._memory(stretch)
@@ -119,17 +119,12 @@ class HostPages:
         found: list[int] = (first // self.page_size).tolist()
         return found
 
-    def section(self, size: str = "16GiB", largest_bytes: int = 0) -> str:
-        """The ``[pool]`` of a daemon for it.
-
-        Args:
-            size: of its memory.
-            largest_bytes: of a page of another pool of SGLang that is to be held too.
-        """
+    def section(self, size: str = "16GiB") -> str:
+        """The ``[pool]`` of a daemon for it, with so much memory."""
         return (
-            '[pool] family = "raw", layers = 1, '
-            f"page_size = {max(self.page_size, LEAST_PAGE_TOKENS)}, "
-            f'page_bytes = {max(self.page_bytes, largest_bytes)}, size = "{size}"'
+            f'[pool]\nfamily = "raw"\nlayers = 1\nsize = "{size}"\n'
+            f"page_size = {max(self.page_size, LEAST_PAGE_TOKENS)}\n"
+            f"page_bytes = {self.page_bytes}"
         )
 
     def _memory(self, stretch: PageStretch) -> LayerMemory:

@@ -23,7 +23,7 @@ NEEDS_V1: Final = (
 class StorageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """By the names of keys, which begin with ``kvd.`` there."""
 
-    socket: str = ""
+    endpoint: str = ""
     """``ipc:///...``; empty: the daemon of this node."""
     pool: str = "main"
     name: str = ""
@@ -32,8 +32,7 @@ class StorageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Engines with unlike ones share nothing."""
     weights: str = ""
     """A name for the weights, in place of what their files tell."""
-    threads: int = 1
-    """That copy."""
+    copy_threads: int = 1
     since_ns: int = msgspec.field(default_factory=process_began_ns)
     """When this process began; its weights were read behind that. Not for users."""
 

@@ -128,7 +128,7 @@ class StorageLink:
         self._first: HostPages | None = None
         self._not_before_s = 0.0
         self._said = ""
-        self._short: set[str] = set()
+        self._partly: set[str] = set()
         self._is_closed = False
         self.why_away = ""
         """Why nothing was had of the daemon the last time; empty: it was."""
@@ -185,7 +185,8 @@ class StorageLink:
         except KvdError as error:
             self._failed(error)
         except UnfitHostPool as error:
-            self._told(str(error))
+            # One that lies beside others, which fit: those are served.
+            self._told_once(str(error))
         except BROKEN as error:
             self._leave()
             self._told(f"the session with the daemon broke: {error}")
@@ -212,7 +213,7 @@ class StorageLink:
             expects["page_size"] = self._first.page_size
         try:
             node = connect_sync(
-                self._options.socket or None,
+                self._options.endpoint or None,
                 name=self._name,
                 within_s=within_s,
                 on_unreachable="miss",
@@ -224,7 +225,7 @@ class StorageLink:
             raise
         try:
             session = StorageSession(
-                node, node.pool(self._options.pool), threads=self._options.threads
+                node, node.pool(self._options.pool), threads=self._options.copy_threads
             )
             session.blocks(self._first)
         except UnfitHostPool as error:
@@ -237,7 +238,7 @@ class StorageLink:
 
     def _unfit(self, why: str) -> KvdError:
         assert self._first is not None
-        told = f"{why}; for these pages: {self._first.section()}"
+        told = f"{why}; a pool for these pages:\n{self._first.section()}"
         return KvdError(Refusal(Code.LAYOUT_MISMATCH, told, side="client"))
 
     def _leave(self) -> None:
@@ -249,16 +250,21 @@ class StorageLink:
     def _failed(self, error: KvdError) -> None:
         if error.code in SHORT:
             # It is there, and has no room: a pool for what is usual is the user's to give.
-            self.why_away = str(error)
-            if error.code not in self._short:
-                self._short.add(error.code)
-                logger.warning("kvd: not everything is stored: %s", error)
+            self._told_once(str(error))
             return
         pauses = {Code.DEADLINE.value: SILENT_S, Code.LAYOUT_MISMATCH.value: UNFIT_S}
         if error.code not in pauses and self._session is not None:
             self._leave()
         self._not_before_s = time.monotonic() + pauses.get(error.code, RETRY_S)
         self._told(str(error))
+
+    def _told_once(self, why: str) -> None:
+        """Of a part of what was asked; once for each kind of it."""
+        self.why_away = why
+        kind = why.partition(":")[0]
+        if kind not in self._partly:
+            self._partly.add(kind)
+            logger.warning("kvd: not everything is stored: %s", why)
 
     def _heard(self) -> None:
         if self._said:

@@ -191,7 +191,7 @@ class PlayedScheduler:
 @contextmanager
 def scheduler(socket, *, device=None, layout="page_first", backend="dynamic", extra=(), **parallel):
     device = device or mha_device()
-    given = {**KVD, "kvd.socket": socket, **dict(extra)} if backend == "dynamic" else dict(extra)
+    given = {**KVD, "kvd.endpoint": socket, **dict(extra)} if backend == "dynamic" else dict(extra)
     found = PlayedScheduler(device, host_of(device, layout), backend, given, **parallel)
     try:
         yield found
@@ -372,8 +372,8 @@ def weights_that_change(socket):
 def refused(socket):
     for extra, word in [
         ({"interface_v1": 0}, "interface_v1"),
-        ({"kvd.sockets": "x"}, "kvd.sockets"),
-        ({"kvd.threads": "x"}, "threads"),
+        ({"kvd.endpoints": "x"}, "kvd.endpoints"),
+        ({"kvd.copy_threads": "x"}, "copy_threads"),
     ]:
         said = ""
         try:

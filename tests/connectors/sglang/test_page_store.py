@@ -105,7 +105,7 @@ def test_a_smaller_page_leaves_the_rest_of_kvds_page_alone(daemon) -> None:
 
 def test_a_larger_page_is_refused_with_the_pool_that_fits(daemon) -> None:
     pages = HostPages("kv", PlayedHostPool(layers=4))
-    link = StorageLink("rank-0", StorageOptions(socket=daemon.client))
+    link = StorageLink("rank-0", StorageOptions(endpoint=daemon.client))
     with pytest.raises(KvdError, match=f"page_bytes = {pages.page_bytes}") as refused:
         link.open(pages)
     assert refused.value.code == "layout-mismatch"

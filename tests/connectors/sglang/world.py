@@ -132,7 +132,7 @@ class Stored(SimpleNamespace):
 @contextlib.contextmanager
 def stored(daemon: Daemon, layout="page_first", namespace="m:bf16:1", **more) -> Iterator[Stored]:
     """One rank of an engine."""
-    options = StorageOptions(socket=daemon.client)
+    options = StorageOptions(endpoint=daemon.client)
     link = StorageLink("rank-0", options)
     pool = PlayedHostPool(layout, **more)
     pages = HostPages("kv", pool)
