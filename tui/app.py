@@ -26,7 +26,7 @@ from kvd.errors import Code, Refusal
 from kvd.text import age
 from kvd.wire.admin import Audit, Because
 from tui import actions
-from tui.model.commands import PAGES, RULES, cli_command
+from tui.model.commands import FACES, PAGES, RULES, cli_command
 from tui.model.mirror import Subscription
 from tui.model.peers import ALL_PEERS, TrafficRates
 from tui.model.snapshots import differences
@@ -135,9 +135,14 @@ class Location(msgspec.Struct, frozen=True):
         return self.above[-1] if self.above else Location(self.page)
 
 
-def _tab_label(page: str, active: str) -> str:
+def _tab_of(page: str) -> str:
+    """The tab of a page, also of another face of it."""
+    return f"tab-{FACES.get(page, page)}"
+
+
+def _tab_label(page: str, tab: str) -> str:
     label = f"{PAGES.index(page) + 1} {page}"
-    return f">{label}<" if page == active else f" {label} "
+    return f">{label}<" if _tab_of(page) == tab else f" {label} "
 
 
 class PageTabs(Tabs, can_focus=False):
@@ -202,8 +207,8 @@ class KvdTui(App[None], inherit_bindings=False):
         self.animation_level = "none"
         self._head = heads.Head()
         self._tabs = PageTabs(
-            *(Tab(_tab_label(page, first), id=f"tab-{page}") for page in PAGES),
-            active=f"tab-{first}",
+            *(Tab(_tab_label(page, _tab_of(first)), id=_tab_of(page)) for page in PAGES),
+            active=_tab_of(first),
         )
         self.card: Card = Card()
         """What is open."""
@@ -604,7 +609,7 @@ class KvdTui(App[None], inherit_bindings=False):
             self.place, self._went_s = place, self.clock()
             self.page = self._pages[place.page]
             self._switcher.current = self.page.id
-            self._tabs.active = f"tab-{place.page}"
+            self._tabs.active = _tab_of(place.page)
             if not self.bar.display:  # what is typed ahead is typed there
                 self.bench.set_focus(self.page)
             self._sought = ""
@@ -658,12 +663,12 @@ class KvdTui(App[None], inherit_bindings=False):
         """A page was clicked; the tab also follows when it is gone to in another way."""
         if message.tab.id != self._tabs.active:
             return  # left meanwhile: to go there would bring back the one after it, and so on
-        page = (message.tab.id or "").removeprefix("tab-")
+        tab = self._tabs.active
         # Said by a sign too: a terminal without colours, and a text of the screen, have no style.
         for name in PAGES:
-            self._tabs.query_one(f"#tab-{name}", Tab).label = _tab_label(name, page)
-        if page != self.place.page:
-            await self.go(Location(page))
+            self._tabs.query_one(f"#{_tab_of(name)}", Tab).label = _tab_label(name, tab)
+        if tab != _tab_of(self.place.page):
+            await self.go(Location(tab.removeprefix("tab-")))
 
     async def on_command_bar_entered(self, message: CommandBar.Entered) -> None:
         """A command or a filter was typed."""

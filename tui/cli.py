@@ -14,7 +14,7 @@ import msgspec
 
 from kvd.filters import SyntaxFlaw
 from tui import endpoint as places
-from tui.model.commands import PAGES, parse
+from tui.model.commands import FACES, PAGES, parse
 
 if TYPE_CHECKING:
     from textual.pilot import Pilot
@@ -46,7 +46,7 @@ DEFAULT_SIZE = "132x40"
 @click.option("--theme", default="textual-dark", show_default=True, help="Colours; T changes them.")
 @click.option(
     "--screen",
-    type=click.Choice(PAGES),
+    type=click.Choice((*PAGES, *FACES)),
     default=PAGES[0],
     show_default=True,
     help="The page to begin with.",

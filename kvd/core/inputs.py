@@ -9,7 +9,7 @@ import msgspec
 from kvd.errors import Refusal
 from kvd.types import NO_TOKENS, Pages, Tokens
 from kvd.wire.admin import AdminRequest
-from kvd.wire.attach import CopyBegins, CopyEnds, KeepsBlocks
+from kvd.wire.attach import CopyBegins, CopyEnds, CopyWaits, KeepsBlocks
 from kvd.wire.client import Request, SayWritten
 from kvd.wire.peer import Message
 from kvd.wire.snapshot import RecorderState
@@ -139,7 +139,7 @@ class WorkerCopies(TimedInput, frozen=True, tag="WorkerCopies"):
 
     session: int
     worker: int
-    message: KeepsBlocks | CopyBegins | CopyEnds
+    message: KeepsBlocks | CopyWaits | CopyBegins | CopyEnds
     rank: int = 0
     """As which it has joined, of ``ranks``."""
     ranks: int = 1

@@ -344,6 +344,8 @@ class NodeState(NodeParts):
             self.prefiller.peer_lost(peer)
         if lost:
             self.admission.wake()  # what waits for them lets those behind it pass
+        if self.leases.evictions.fresh:
+            self.leases.settle_evictions()
         self.admission.expire()
         self.pulls.tick()
         self.decoder.tick()

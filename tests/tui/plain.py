@@ -42,7 +42,7 @@ PAGES = (
     page("handoffs", "rooms", refs=("room", "receive", "send")),
     page("peers", "peers", refs=("peer",), peers="!state:up"),
     page("events"),
-    page("clients", "clients", "leases", refs=("client", "lease"), clients="alive:gone"),
+    page("engines", "clients", "leases", refs=("client", "lease"), clients="alive:gone"),
 )
 
 

@@ -38,7 +38,7 @@ async def test_the_head_says_how_the_daemon_is_in_words():
 
 
 async def test_a_lost_daemon_is_said_over_what_was_last_seen():
-    app, feed = console(page="clients")
+    app, feed = console(page="engines")
     async with app.run_test(size=WIDE) as pilot:
         feed.bring()
         feed.mirror.failed("no answer within 2 s", 0.0)
@@ -51,7 +51,7 @@ async def test_a_lost_daemon_is_said_over_what_was_last_seen():
 
 @pytest.mark.parametrize(("number", "page"), list(enumerate(PAGES, start=1)))
 async def test_a_number_key_shows_its_page_and_asks_for_what_is_on_it(number, page):
-    app, _feed = console(page="clients" if page == "overview" else "overview")
+    app, _feed = console(page="engines" if page == "overview" else "overview")
     async with app.run_test(size=SIZE) as pilot:
         await pilot.press(str(number))
         await settle(app, pilot)
@@ -61,7 +61,7 @@ async def test_a_number_key_shows_its_page_and_asks_for_what_is_on_it(number, pa
 
 
 async def test_only_the_window_on_the_screen_is_asked_for():
-    app, feed = console(rows=10_000, page="clients")
+    app, feed = console(rows=10_000, page="engines")
     async with app.run_test(size=SIZE) as pilot:
         feed.bring()
         await settle(app, pilot)
@@ -72,7 +72,7 @@ async def test_only_the_window_on_the_screen_is_asked_for():
 
 
 async def test_the_cursor_stays_on_its_row_while_others_come_and_go():
-    app, feed = console(page="clients")
+    app, feed = console(page="engines")
     feed.numbers["clients"] = [0, 1, 2, 3]
     async with app.run_test(size=SIZE) as pilot:
         feed.bring()
@@ -87,7 +87,7 @@ async def test_the_cursor_stays_on_its_row_while_others_come_and_go():
 
 
 async def test_the_cursor_stays_at_the_top_until_it_is_moved():
-    app, feed = console(page="clients")
+    app, feed = console(page="engines")
     feed.numbers["clients"] = [5, 6]
     async with app.run_test(size=SIZE) as pilot:
         feed.bring()
@@ -101,7 +101,7 @@ async def test_the_cursor_stays_at_the_top_until_it_is_moved():
 
 @pytest.mark.parametrize("size", [SIZE, WIDE])
 async def test_enter_opens_a_card_with_the_daemons_answer_and_escape_closes_it(size):
-    app, feed = console(page="clients")
+    app, feed = console(page="engines")
     async with app.run_test(size=size) as pilot:
         feed.bring()
         await settle(app, pilot)
@@ -117,7 +117,7 @@ async def test_enter_opens_a_card_with_the_daemons_answer_and_escape_closes_it(s
 
 
 async def test_hostile_names_reach_the_screen_as_text_only():
-    app, feed = console(page="clients")
+    app, feed = console(page="engines")
     async with app.run_test(size=SIZE) as pilot:
         feed.bring()
         await settle(app, pilot)
@@ -134,7 +134,7 @@ async def test_q_quits():
 
 async def test_a_question_that_another_one_overtakes_is_never_begun(monkeypatch):
     monkeypatch.setattr("tui.app.CARD_S", 60.0)  # the clock asks nothing meanwhile
-    app, feed = console(page="clients")
+    app, feed = console(page="engines")
     async with app.run_test(size=SIZE) as pilot:
         feed.bring()
         await settle(app, pilot)

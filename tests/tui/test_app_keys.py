@@ -33,7 +33,7 @@ SIZE = (120, 30)
 @asynccontextmanager
 async def shown(size=SIZE, rows=40, **options):
     """A console with its first frame on the screen."""
-    options.setdefault("page", "clients")
+    options.setdefault("page", "engines")
     app, feed = console(rows, **options)
     async with app.run_test(size=size, notifications=True) as pilot:
         feed.bring()
@@ -303,18 +303,18 @@ async def test_r_goes_to_what_has_to_do_with_it_and_escape_back_along_the_way():
         assert "related to client:0" in text_of(app)
         await press(app, pilot, "down", "enter")
         assert (app.page.id, app.card.ref) == ("page-peers", "peer:peers-2")
-        assert "clients > client:0 > peer:peers-2" in text_of(app)
+        assert "engines > client:0 > peer:peers-2" in text_of(app)
         await press(app, pilot, "escape")
-        assert (app.page.id, app.card.ref) == ("page-clients", "client:0")
+        assert (app.page.id, app.card.ref) == ("page-engines", "client:0")
         await press(app, pilot, "escape")
-        assert (app.page.id, app.card.ref) == ("page-clients", "")
+        assert (app.page.id, app.card.ref) == ("page-engines", "")
 
 
 async def test_the_card_goes_with_the_cursor():
     async with shown() as (app, _, pilot):
         await press(app, pilot, "enter", "down")
         assert app.card.ref == "client:1"
-        assert "clients > client:1" in text_of(app)
+        assert "engines > client:1" in text_of(app)
 
 
 async def test_w_gives_the_table_the_whole_width():
@@ -398,8 +398,8 @@ DONE = Report(0, {"evicted_pages": 41}, ())
         ("pools", ("E", *"100", "enter"), Evict(0, 100)),
         ("radix", ("E", *"5", "enter"), Evict(0, 5)),
         ("peers", ("X",), Fence(0)),
-        ("clients", (":", *"flush strict", "enter"), Flush(0, "strict")),
-        ("clients", (":", *"epoch llama", "enter"), RaiseEpoch(0, "llama")),
+        ("engines", (":", *"flush strict", "enter"), Flush(0, "strict")),
+        ("engines", (":", *"epoch llama", "enter"), RaiseEpoch(0, "llama")),
     ],
 )
 async def test_what_changes_something_is_rehearsed_and_done_only_when_agreed_to(page, keys, verb):

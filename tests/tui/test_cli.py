@@ -70,7 +70,7 @@ def test_one_frame_of_a_daemon_is_printed_and_drawn(endpoint, tmp_path):
     daemon = Daemon(endpoint)
     daemon.answer = _answer
     try:
-        options = ["--connect", endpoint, "--once", "--screen", "clients", "--size", "100x24"]
+        options = ["--connect", endpoint, "--once", "--screen", "engines", "--size", "100x24"]
         done = CliRunner().invoke(main, [*options, "--screenshot", f"{tmp_path}/one.svg"])
         again = CliRunner().invoke(main, [*options, "--screenshot", f"{tmp_path}/one.svg"])
     finally:
@@ -92,7 +92,7 @@ def test_what_is_to_be_open_is_open_on_its_page_in_a_frame_of_later(endpoint):
     finally:
         daemon.close()
     assert done.exit_code == 0, done.output
-    assert "─ clients ─" in done.output
+    assert "─ engines ─" in done.output
     assert "there is no lease 8" in done.output
     assert time.monotonic() - begun_s > 0.7
 

@@ -6,12 +6,12 @@ import pytest
 from textual.color import Color
 
 from tests.tui.staged import MIDDLE, staged
-from tui.model.commands import PAGES
+from tui.screens import ALL
 from tui.themes import LEAST_CONTRAST, THEMES, contrast
 
 PAINTED = tuple(theme for theme in THEMES if not theme.startswith("ansi"))
 """Of the others the terminal has the colours."""
-OVER = {"dialog": ("2", "F"), "bar": ("7", ":", "s"), "menu": ("7", "enter", "r"), "keys": ("?",)}
+OVER = {"dialog": ("2", "F"), "bar": ("2", ":", "s"), "menu": ("2", "enter", "r"), "keys": ("?",)}
 """What lies over a page, by the keys that lead to it."""
 
 
@@ -40,7 +40,7 @@ def unread(app) -> list[str]:
 async def test_every_word_of_every_page_stands_out(theme):
     async with staged("overview", "leak", MIDDLE) as stage:
         stage.app.action_set_theme(theme)
-        for page in PAGES:
+        for page in ALL:
             await stage.app.action_go(page)
             await stage.frame()
             for keys in ((), ("down",), ("tab",)):

@@ -93,12 +93,12 @@ async def test_leaked_page_and_forgotten_lock_are_found_and_shown_where_they_are
 
 async def test_killed_engine_is_gone_from_the_screens_and_its_pages_are_free(pair, start, told):
     engine = start("hoards", pair.decode.client, "sglang-0", 10**6, 112)
-    async with operator(pair.decode, told, "clients") as person:
+    async with operator(pair.decode, told, "engines") as person:
         await person.reads("alive", r"sglang-0 +. alive .* 400 ")
         engine.kill()
         engine.wait()
         person.causes()
-        await person.reads("free on clients", r"engines 0 ", r"none", within_s=RELEASED_S)
+        await person.reads("free on engines", r"engines 0 ", r"none", within_s=RELEASED_S)
         assert pair.decode.snapshot().pools[0].free_pages == 512
         await person.turns("events")
         await person.reads("death on events", r"client-left|sglang-0", r"released")
@@ -109,13 +109,13 @@ async def test_pages_that_a_remote_may_write_for_a_killed_engine_are_quarantined
 ):
     engine = start("receives-and-keeps", pair.decode.client, "sglang-0", 100, 2, "p")
     start("sends-some", pair.prefill.client, "prefill-0", 100, 2)
-    async with operator(pair.decode, told, "clients") as person:
+    async with operator(pair.decode, told, "engines") as person:
         await person.reads("alive", r"sglang-0 +. alive ", r"receive from p")
         with stopped(pair.prefill):
             engine.kill()
             engine.wait()
             person.causes()
-            await person.reads("writer on clients", r"quarantine", r"\bp\b", within_s=RELEASED_S)
+            await person.reads("writer on engines", r"quarantine", r"\bp\b", within_s=RELEASED_S)
             await person.turns("overview")
             await person.reads("quarantine among the findings", r"quarantine: .* lease \d+")
             await person.reads("its evidence", r"p .*may still write", r"x (fence|open)")
@@ -140,8 +140,9 @@ async def test_engine_whose_child_keeps_its_connection_is_said_to_be_dead(pair, 
         engine.wait()
         person.causes()
         await person.reads("death on overview", r"client-gone: pid \d+ of sglang-0 is gone")
-        await person.turns("clients")
-        await person.reads("death on clients", r"sglang-0 +! gone ")
+        await person.turns("pools")
+        await person.presses("e")
+        await person.reads("death on engines", r"sglang-0 +! gone ")
         await person.turns("overview")
         await person.reads(
             "action among the findings", r"kept open by a process that", r"stop the process"
@@ -189,7 +190,7 @@ async def test_handoff_whose_prefill_engine_stops_is_explained_and_ended_from_he
 async def test_prompt_that_a_decode_engine_never_lets_go_has_its_name_and_age(pair, start, told):
     start("receives-and-keeps", pair.decode.client, "decode-0", 400, 1, "p")
     start("sends-all", pair.prefill.client, "prefill-0", 400, 1)
-    async with operator(pair.decode, told, "clients") as person:
+    async with operator(pair.decode, told, "engines") as person:
         person.causes()
         await person.reads("kept", r"held +received from p ", r"leases of decode-0 \(client:\d+\)")
         await person.presses("tab", "enter")

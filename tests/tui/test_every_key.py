@@ -13,19 +13,17 @@ from tests.tui.opened import opened
 from tests.tui.staged import staged
 from tui import actions
 from tui.app import KvdTui, Location
-from tui.model.commands import PAGES
 from tui.screens import ALL
 
 SMALL = (80, 20)
 """Columns are cut, and cards are longer than the screen."""
-EVERYWHERE = "clients"
+EVERYWHERE = "engines"
 """Where keys are pressed that mean the same on all pages."""
 SITUATION = {"overview": "dead-client", "pools": "mixture"}
 """Where there is something to be seen; else a node at work."""
 BEFORE = {
     "light": ("end", "enter"),
     "next_lit": ("end", "enter", "L"),
-    "app.go('clients')": ("1",),
     "zoom(2.0)": ("-",),
     "zoom(0.5)": ("+", "+"),
     "move(-1)": ("end",),
@@ -99,7 +97,7 @@ def bindings_of(page) -> list:
     return [one for one in own(ALL[page]) if (one.key, one.action) not in inherited]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ALL)
 async def test_no_key_of_a_page_does_nothing(page):
     async with staged(page, SITUATION.get(page, "normal"), SMALL) as stage:
         for _ in range(3):

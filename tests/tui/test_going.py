@@ -10,7 +10,7 @@ from tui.screens.handoffs import StoryPanel
 
 
 async def test_the_cursor_gets_to_what_was_gone_to_when_its_row_has_come():
-    app, link = opened(page="clients")
+    app, link = opened(page="engines")
     async with app.run_test(size=MIDDLE) as pilot:
         await brought(app, link, pilot)
         await app.open("receive:10")
@@ -21,7 +21,7 @@ async def test_the_cursor_gets_to_what_was_gone_to_when_its_row_has_come():
 
 
 async def test_a_key_that_moves_the_cursor_ends_the_search_for_a_row():
-    async with staged("clients") as stage:
+    async with staged("engines") as stage:
         await stage.app.open("receive:9999")
         await stage.frame()
         await stage.press("down")
@@ -50,7 +50,7 @@ async def test_abort_names_no_room_when_what_is_open_has_none_any_more():
 
 
 async def test_r_answers_for_what_is_open_when_no_row_is_under_the_cursor():
-    async with staged("clients") as stage:
+    async with staged("engines") as stage:
         await stage.app.open("lease:9999")
         await stage.frame()
         await stage.press("r")
@@ -77,7 +77,7 @@ async def test_i_says_so_when_no_event_names_it():
 
 
 async def test_the_menu_of_what_is_related_leads_to_its_events():
-    async with staged("clients") as stage:
+    async with staged("engines") as stage:
         ref = stage.app.page.chosen()
         await stage.press("enter", "r")
         assert f"events:{ref}" in text_of(stage.app)

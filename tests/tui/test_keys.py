@@ -6,7 +6,7 @@ import pytest
 
 from tests.tui.opened import opened
 from tui.app import KvdTui
-from tui.model.commands import PAGES
+from tui.model.commands import FACES, PAGES
 from tui.screens import ALL
 from tui.screens.page import Page
 
@@ -28,13 +28,13 @@ async def active(page, *keys, **options):
 
 def test_number_keys_are_the_pages_in_their_order():
     found = bindings_of(Page)
-    assert tuple(ALL) == PAGES
+    assert tuple(ALL) == (*PAGES, *FACES)
     assert [found[str(at)][0].action for at in range(1, len(PAGES) + 1)] == [
         f"app.go({page!r})" for page in PAGES
     ]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ALL)
 def test_a_key_means_one_thing_on_a_page(page):
     everywhere = bindings_of(KvdTui)
     for key, found in bindings_of(ALL[page]).items():
@@ -42,7 +42,7 @@ def test_a_key_means_one_thing_on_a_page(page):
         assert len(found) == 1
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ALL)
 def test_every_key_says_what_it_does(page):
     found = [*bindings_of(ALL[page]).values(), *bindings_of(KvdTui).values()]
     assert all(one.description for several in found for one in several)
@@ -54,7 +54,7 @@ async def test_a_key_of_a_page_means_something_else_on_another():
     assert "l" not in await active("peers")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ALL)
 async def test_without_write_no_key_changes_anything(page):
     writing = {key for key, action in (await active(page)).items() if "change(" in action}
     reading = await active(page, readonly=True)

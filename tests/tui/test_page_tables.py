@@ -1,4 +1,4 @@
-"""What the pages of the handoffs, peers, events and clients have alike."""
+"""What the pages of the handoffs, peers, events and engines have alike."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 from tests.tui.golden import same_picture, same_text
 from tests.tui.staged import LARGE, MIDDLE, SMALL, staged
 from tui.model import handoffs, peers
-from tui.screens import clients
+from tui.screens import engines
 
-MADE_HERE = {"handoffs": handoffs.COLUMNS, "peers": peers.COLUMNS, "clients": clients.COLUMNS}
+MADE_HERE = {"handoffs": handoffs.COLUMNS, "peers": peers.COLUMNS, "engines": engines.COLUMNS}
 
 
 @pytest.mark.parametrize("page", MADE_HERE)
@@ -29,7 +29,7 @@ async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by(page):
 @pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE])
 @pytest.mark.parametrize(
     ("page", "keys"),
-    [("handoffs", ("down", "down")), ("peers", ()), ("events", ()), ("clients", ("down",))],
+    [("handoffs", ("down", "down")), ("peers", ()), ("events", ()), ("engines", ("down",))],
 )
 async def test_the_page_of_a_node_at_work(page, keys, size):
     async with staged(page, size=size) as stage:
@@ -38,7 +38,7 @@ async def test_the_page_of_a_node_at_work(page, keys, size):
         same(stage.app, f"{page}-{size[0]}x{size[1]}")
 
 
-@pytest.mark.parametrize("page", ["handoffs", "events", "clients"])
+@pytest.mark.parametrize("page", ["handoffs", "events", "engines"])
 async def test_the_page_of_a_node_without_any(page):
     async with staged(page, "empty", SMALL) as stage:
         same_text(stage.app, f"{page}-empty")
@@ -46,7 +46,7 @@ async def test_the_page_of_a_node_without_any(page):
 
 @pytest.mark.parametrize(
     ("page", "situation"),
-    [("handoffs", "normal"), ("peers", "normal"), ("clients", "dead-client")],
+    [("handoffs", "normal"), ("peers", "normal"), ("engines", "dead-client")],
 )
 async def test_the_page_of_a_daemon_that_is_gone(page, situation):
     async with staged(page, situation, SMALL) as stage:
@@ -60,7 +60,7 @@ async def test_the_page_of_a_daemon_that_is_gone(page, situation):
     [
         ("handoffs", "stuck", ()),
         ("peers", "silent-peer", ()),
-        ("clients", "normal", ("down",)),
+        ("engines", "normal", ("down",)),
     ],
 )
 async def test_the_page_frozen(page, situation, keys):

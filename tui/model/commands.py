@@ -16,8 +16,10 @@ from kvd.filters import SyntaxFlaw
 from kvd.wire import admin
 from kvd.wire.bounds import INT64, MAX_REASON
 
-PAGES = ("overview", "pools", "radix", "handoffs", "peers", "events", "clients")
+PAGES = ("overview", "pools", "radix", "handoffs", "peers", "events")
 """In the order of their number keys."""
+FACES = {"engines": "pools"}
+"""Other faces of a page, by their names: a key of the page turns to them."""
 
 REASON = "an operator asked for it"
 
@@ -215,7 +217,10 @@ def _refs(kind: str) -> Callable[[CommandChoices], Iterable[str]]:
 
 
 RULES: tuple[CommandRule, ...] = (
-    *(CommandRule(page, f"show the page {page}", _nothing(f"go({page!r})")) for page in PAGES),
+    *(
+        CommandRule(page, f"show the page {page}", _nothing(f"go({page!r})"))
+        for page in (*PAGES, *FACES)
+    ),
     CommandRule("help", "show the keys", _nothing("help")),
     *(
         CommandRule(f"{kind} N", f"open a {kind}", _numbered(kind), choices=_refs(kind))

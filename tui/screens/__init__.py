@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tui.screens.clients import ClientsPage
+from tui.screens.engines import EnginesPage
 from tui.screens.events import EventsPage
 from tui.screens.handoffs import HandoffsPage
 from tui.screens.overview import OverviewPage
@@ -30,10 +30,10 @@ ALL: dict[str, type[Page]] = {
         HandoffsPage,
         PeersPage,
         EventsPage,
-        ClientsPage,
+        EnginesPage,
     )
 }
-"""In the order of their number keys."""
+"""In the order of their number keys; then other faces of one of them."""
 
 
 def page_of(ref: str) -> str:

@@ -35,6 +35,7 @@ class PoolsPage(Page):
     REFS = ("page", "pool")
     CAN_MOVE = True
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("e", "app.go('engines')", "engines", tooltip="who they are, and what they hold"),
         Binding("l", "lens", "lens", tooltip="the next one of the page map"),
         Binding("+,=", "zoom(2.0)", "zoom", tooltip="fewer pages a cell"),
         Binding("-", "zoom(0.5)", "more pages a cell", show=False),

@@ -14,6 +14,7 @@ from tui.model.columns import ComputedColumns
 from tui.model.rates import RowRates
 from tui.screens.handoffs import show_handoffs
 from tui.screens.page import Page
+from tui.widgets.pools import POOLS_QUERY, PoolTable
 from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tui.draw.spans import Style
     from tui.model.columns import NamedRow
     from tui.model.snapshots import DaemonSnapshot
+    from tui.model.tables import Slot
 
 
 COLUMNS = (Column("calls_s", "count", "requests of the last seconds, per second"),)
@@ -69,21 +71,24 @@ def calls(row: NamedRow) -> tuple[str, Style]:
     return f"{found:.1f}" if found < 100 else compact(round(found)), "plain"
 
 
-class ClientsPage(Page):
-    """Clients above, the leases of the one under the cursor below.
+class EnginesPage(Page):
+    """The other face of the pools: engines, and the leases of the one under the cursor.
 
     Nothing here takes pages away: kvd never does that to a process that lives. What is to be done
     about one that is gone is among the problems.
     """
 
-    NAME = "clients"
+    NAME = "engines"
     FAULTS: ClassVar[Mapping[str, str]] = {"clients": "!state=alive", "leases": "!state=held"}
     REFS = ("client", "lease")
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("h", "handoffs", "handoffs")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("e", "app.go('pools')", "map", tooltip="the map of the pages again"),
+        Binding("h", "handoffs", "handoffs"),
+    ]
 
     DEFAULT_CSS = """
-    ClientsPage > #table-clients { height: 40%; min-height: 5; }
-    ClientsPage > #table-leases { height: 1fr; }
+    EnginesPage > #table-clients { height: 40%; min-height: 5; }
+    EnginesPage > #table-leases { height: 1fr; }
     """
 
     def __init__(self) -> None:
@@ -93,8 +98,10 @@ class ClientsPage(Page):
 
     @override
     def compose(self) -> ComposeResult:
+        yield PoolTable()
         yield WindowedTable(
             "clients",
+            title="engines",
             computed=ComputedColumns(COLUMNS, self._made, FIRST),
             painters={"state": state, "calls_s": calls},
             sort="name",
@@ -118,7 +125,12 @@ class ClientsPage(Page):
         return (self._rates.rate(row.row.key, row.at_s),)
 
     @override
+    def queries(self) -> tuple[Slot, ...]:
+        return (POOLS_QUERY, *super().queries())
+
+    @override
     def show(self, snapshot: DaemonSnapshot) -> None:
+        self.query_one(PoolTable).show(snapshot)
         if self.clients.display:
             self.clients.show(snapshot)
             self.fit_height(self.clients)

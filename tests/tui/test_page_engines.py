@@ -1,4 +1,4 @@
-"""The page of the clients: whether they live, what they hold, what can be done, and its keys."""
+"""The engines: whether they live, what they hold, what can be done, and its keys."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def leases_of(stage: Stage) -> set[str]:
 
 
 async def test_a_client_has_a_letter_and_a_word_for_whether_it_lives():
-    async with staged("clients", "dead-client", SMALL) as stage:
+    async with staged("engines", "dead-client", SMALL) as stage:
         rows = [line.split()[:3] for line in stage.text.splitlines()]
         assert ["sglang-1", "!", "gone"] in rows
         assert ["sglang-0", "+", "alive"] in rows
 
 
 async def test_calls_are_told_per_second():
-    async with staged("clients") as stage:
+    async with staged("engines") as stage:
         server = stage.link._desk
         server._scene.engines.calls = lambda session: int(100 * stage.link.town.now_s)
         for _ in range(4):
@@ -35,7 +35,7 @@ async def test_calls_are_told_per_second():
 
 
 async def test_below_are_the_leases_of_the_client_under_the_cursor():
-    async with staged("clients") as stage:
+    async with staged("engines") as stage:
         await stage.press("down")
         assert "leases of sglang-0 (client:1)" in stage.text
         assert leases_of(stage) == {"client:1"}
@@ -44,7 +44,7 @@ async def test_below_are_the_leases_of_the_client_under_the_cursor():
 
 
 async def test_tab_goes_to_the_leases_and_a_filter_there_is_on_top_of_whose_they_are():
-    async with staged("clients") as stage:
+    async with staged("engines") as stage:
         await stage.press("down", "tab")
         assert stage.app.page.chosen().startswith("lease:")
         await stage.press("/", *"room=1", "enter")
@@ -53,7 +53,7 @@ async def test_tab_goes_to_the_leases_and_a_filter_there_is_on_top_of_whose_they
 
 
 async def test_a_lease_that_is_gone_to_is_shown_until_another_client_is_chosen():
-    async with staged("clients") as stage:
+    async with staged("engines") as stage:
         await stage.app.open("lease:11")
         await stage.frame()
         assert stage.app.page.chosen() == "lease:11"
@@ -64,13 +64,13 @@ async def test_a_lease_that_is_gone_to_is_shown_until_another_client_is_chosen()
 
 
 async def test_z_leaves_clients_whose_processes_are_gone():
-    async with staged("clients", "dead-client") as stage:
+    async with staged("engines", "dead-client") as stage:
         await stage.press("z")
         assert list(stage.app.page.table().data.order) == ["client:2"]
 
 
 async def test_h_shows_its_handoffs():
-    async with staged("clients") as stage:
+    async with staged("engines") as stage:
         await stage.press("down", "h")
         assert stage.app.page.NAME == "handoffs"
         assert [stage.app.page.table().data.cell(key, "client") for key in
@@ -81,7 +81,7 @@ async def test_a_hostile_name_is_written_out_wherever_it_stands():
     def join(link) -> None:
         link.town.d.join(HOSTILE, 999)
 
-    async with staged("clients", prepare=join) as stage:
+    async with staged("engines", prepare=join) as stage:
         await stage.press("home", "enter")
         assert stage.app.page.chosen() == "client:4"
         assert stage.text.count(ESCAPED) >= 3
@@ -89,10 +89,10 @@ async def test_a_hostile_name_is_written_out_wherever_it_stands():
 
 
 async def test_of_ten_thousand_leases_only_those_on_the_screen_are_asked_for():
-    async with staged("clients", "overloaded") as stage:
+    async with staged("engines", "overloaded") as stage:
         await stage.press("down", "tab", "end")
         table = stage.app.page.leases
         assert table.data.total > 1000
         assert len(table.data.rows) < 60
         assert table.chosen() == table.data.order[-1]
-        same_text(stage.app, "clients-overloaded")
+        same_text(stage.app, "engines-overloaded")
