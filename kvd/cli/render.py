@@ -247,7 +247,7 @@ def _troubles(shot: Snapshot) -> list[Text]:
         for client in shot.clients
         if client.state == "hung-up-on"
     ]
-    found += [f"{clean(mark.words)}: kvd why client {mark.session}" for mark in shot.late_marks[:4]]
+    found += [f"{clean(mark.words)}: kvd why client {mark.session}" for mark in shot.late_marks]
     if quarantined := sum(pool.quarantined_pages for pool in shot.pools):
         found.append(f"{quarantined} pages are quarantined, a remote may still write: kvd locks")
     if shot.waiting:
