@@ -328,7 +328,9 @@ def _of_node(node: Snapshot) -> Iterator[Metric]:
     yield gauge("kvd_inflight_handoffs", "Handoffs under way.", under_way, ("role",))
     yield gauge("kvd_waiting_requests", "Requests that wait for room.", len(node.waiting))
     yield gauge("kvd_engine_clients", "Engine sessions.", len(node.clients))
-    late = Counted((mark.device or "cpu",) for mark in node.late_marks)
+    late: Counted[tuple[str, ...]] = Counted()
+    for mark in node.late_marks:
+        late[(mark.device or "cpu",)] += mark.orders
     doc = "Copies of engines that wait for their mark, longer than a second."
     yield gauge("kvd_engine_late_marks", doc, late, ("device",))
     draining = "1 while this node begins nothing new."

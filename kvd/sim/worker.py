@@ -95,8 +95,13 @@ class SimCopy:
 
     def waits(self, call: int) -> CopyWaits:
         """What is said where its mark is late."""
-        to_pages = self.upto_tokens > 0
-        return CopyWaits(call, self.lease, to_pages, len(self.pages), left_us=int(LATE_S * 1e6))
+        return CopyWaits(
+            call=call,
+            lease=self.lease,
+            to_pages=self.upto_tokens > 0,
+            n_pages=len(self.pages),
+            left_us=int(LATE_S * 1e6),
+        )
 
 
 class CopyOwner:

@@ -469,7 +469,7 @@ class EvictionState(msgspec.Struct, frozen=True):
 
 
 class LateMark(msgspec.Struct, frozen=True):
-    """An order of an engine to copy that waits for what the engine computes first, for long.
+    """Orders of an engine to copy that wait for what it computes first, for long; the oldest.
 
     ``left_s``: until its process gives it up; less than 0 where that says nothing any more.
     """
@@ -481,6 +481,8 @@ class LateMark(msgspec.Struct, frozen=True):
     words: str = ""
     device: str = ""
     """Whose copy engine is to move it; empty: a processor."""
+    orders: int = 1
+    """So many of this engine and device wait."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -516,4 +518,4 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Below the pool, the nearest first."""
     evictions: EvictionState = EvictionState()
     late_marks: tuple[LateMark, ...] = ()
-    """Those of engines that copy between pages and blocks of their own."""
+    """Of engines that copy between pages and blocks of their own: one for each and its device."""

@@ -57,6 +57,16 @@ def test_whoever_asks_hears_which_mark_is_waited_for_and_until_when(engine: Engi
     assert mark.words in why(engine, "page", page_ids(engine.row)[0])
 
 
+def test_a_snapshot_has_the_oldest_of_an_engine_and_how_many_there_are(engine: Engine) -> None:
+    waits(engine, waited_us=5_000_000)
+    waits(engine, worker=2, waited_us=9_000_000)
+    waits(engine, device="")
+    oldest, other = snapshot(engine.side.node).late_marks
+    assert (oldest.device, oldest.orders, oldest.waited_s) == ("cuda:0", 2, 9.0)
+    assert oldest.words.endswith(", and 1 more")
+    assert (other.device, other.orders) == ("", 1)
+
+
 def test_a_console_is_told_and_more_gravely_once_its_process_should_have_given_up(
     engine: Engine,
 ) -> None:

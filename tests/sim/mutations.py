@@ -422,17 +422,20 @@ MUTATIONS = (
 )
 
 
-def keeps_the_ways_of_an_agent_that_is_gone(settings, at_s):
+def believes_ways_of_the_agent_before(settings, at_s):
     """How bytes of a device travelled is believed of the next agent too."""
     node = NodeState(settings, at_s)
-    loaded = node.ways.loaded
+    found, loaded, known = node.ways.found, node.ways.loaded, {}
+
+    def finds(peer, got):
+        found(peer, got)
+        known[peer.name] = peer.ways[1:]
 
     def careless(peer, got):
-        before = peer.ways[1:]
         loaded(peer, got)
-        peer.ways = (*peer.ways, *before)
+        peer.ways = (*peer.ways, *known.get(peer.name, ()))
 
-    node.ways.loaded = careless
+    node.ways.found, node.ways.loaded = finds, careless
     return node
 
 

@@ -53,7 +53,7 @@ def found(make_node, profile, steps=1500):
         (mutations.copies_pages_that_were_swapped, "copies", "are not its own"),
         (mutations.keeps_what_is_saved_from_sends, "copies", "its send knows of"),
         (mutations.awaits_the_copies_of_the_dead, "copies", ""),
-        (mutations.keeps_the_ways_of_an_agent_that_is_gone, "copies", "never said of its agent"),
+        (mutations.believes_ways_of_the_agent_before, "copies", "never said of its agent"),
         (mutations.knows_a_way_twice, "copies", "are known twice"),
         (mutations.forgets_that_a_mark_has_come, "copies", "are late, or are not"),
     ],

@@ -51,9 +51,8 @@ def late_marks(subject: Subject) -> list[DoctorFinding]:
     if shot is None or not shot.late_marks:
         return []
     oldest = max(shot.late_marks, key=lambda mark: mark.waited_s)
-    more = f", and {len(shot.late_marks) - 1} more" if len(shot.late_marks) > 1 else ""
     fix = f"look whether its device computes or hangs; kvd why client {oldest.session} says more"
-    return [poor("marks", f"{clean(oldest.words)}{more}", fix)]
+    return [poor("marks", clean(oldest.words), fix)]
 
 
 def service(subject: Subject) -> list[DoctorFinding]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.core.inspect.view import NodeView
+    from kvd.core.leases.mark_waits import MarkWait
     from kvd.core.tiers.tier import StorageTier
     from kvd.wire.snapshot import PoolState, RoomState, WaitingState
 
@@ -65,15 +66,25 @@ def snapshot(node: NodeView) -> Snapshot:
 def _late_marks(node: NodeView) -> Iterator[LateMark]:
     """What engines have said to wait for, and may still."""
     at_s = node.out.at_s
+    waiting: dict[tuple[int, str], list[MarkWait]] = {}
     for wait in node.engine_copies.marks:
+        waiting.setdefault((wait.session, wait.device), []).append(wait)
+    for waits in waiting.values():
+        wait = min(waits, key=_since)
+        more = f", and {len(waits) - 1} more" if len(waits) > 1 else ""
         yield LateMark(
             session=wait.session,
             lease=wait.lease,
             waited_s=at_s - wait.since_s,
             left_s=wait.until_s - at_s,
-            words=mark_words(node, wait),
+            words=f"{mark_words(node, wait)}{more}",
             device=wait.device,
+            orders=len(waits),
         )
+
+
+def _since(wait: MarkWait) -> float:
+    return wait.since_s
 
 
 def totals(node: NodeView) -> Totals:
