@@ -70,8 +70,7 @@ class OrdersUnderWay:
         self._blocks = blocks
         self.has_windows = any(group.is_windowed for group in blocks.groups)
         """Whether vLLM takes blocks back while their request goes on."""
-        self.has_states = any(group.has_states for group in blocks.groups)
-        """Whether a request can go on behind whole pages alone."""
+        self._has_states = any(group.has_states for group in blocks.groups)
         self._is_plain = len(blocks.groups) <= 1 and not self.has_windows
         self._ranks = ranks
         self._last = 0
@@ -116,8 +115,7 @@ class OrdersUnderWay:
             number, tracked.id, key, rows.start, ordered, blocks, upto_tokens, is_last
         )
         copy = CopyUnderWay(order, tracked, is_load=is_load, ranks=self._ranks)
-        if self._blocks.can_be_held:
-            self._blocks.hold(copy.blocks)
+        self.hold(copy.blocks)
         self._copies[number] = tracked.copies[number] = copy
         return order
 
@@ -168,6 +166,11 @@ class OrdersUnderWay:
         null = self._blocks.null_block
         pages = (page for page in range(rows.start, rows.stop) if page not in tracked.kept)
         return not any(null in column for _, column in self._columns(table, pages))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a request can go on behind whole pages alone."""
+        return self._has_states
 
     @property
     def can_load_in_parts(self) -> bool:
@@ -233,8 +236,7 @@ class OrdersUnderWay:
         del self._copies[number]
         del copy.tracked.copies[number]
         self._awaited.discard(number)
-        if self._blocks.can_be_held:
-            self._blocks.free(copy.blocks)
+        self.free(copy.blocks)
 
     # ---- where blocks cannot be held ---------------------------------------------------------
 
