@@ -54,6 +54,7 @@ from kvd.client.state import (
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, readable_replies
+from kvd.wire.pins import PrefixPinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -73,11 +74,20 @@ Answer = (
     | wire.Resumed
     | wire.FetchReply
     | wire.FlushReport
+    | PrefixPinned
     | wire.RoomKept
 )
 
 INDIFFERENT = frozenset(
-    {wire.MatchReply, wire.Snapshotted, wire.FetchReply, wire.FlushReport, wire.RoomKept, Refusal}
+    {
+        wire.MatchReply,
+        wire.Snapshotted,
+        wire.FetchReply,
+        wire.FlushReport,
+        wire.RoomKept,
+        PrefixPinned,
+        Refusal,
+    }
 )
 """Answers that change no record."""
 

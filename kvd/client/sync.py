@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
-from kvd.client.api import Matched, Node
+from kvd.client.answers import Matched
+from kvd.client.api import Node
 from kvd.client.attachment import ATTACH_WITHIN_S
 from kvd.client.blocking import BlockingChannel, attach
 from kvd.client.connection import UNDONE, Connection
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvd.client.api import FlushResult
+    from kvd.client.answers import FlushResult, PinnedPrefix
     from kvd.client.arena import PageArena
     from kvd.client.attachment import Attachment
     from kvd.client.device_event import WhenWritten
@@ -893,6 +894,17 @@ class SyncNode:
         """Begin ``Node.new_epoch``."""
         return PendingCall(self._channel, self.wrapped.new_epoch(namespace, epoch))
 
+    def begin_pin(
+        self, tokens: TokenIds | Prompt, *, ttl_s: float, owner: str = "", namespace: str = ""
+    ) -> PendingCall[PinnedPrefix]:
+        """Begin ``Node.pin``."""
+        verb = self.wrapped.pin(tokens, ttl_s=ttl_s, owner=owner, namespace=namespace)
+        return PendingCall(self._channel, verb)
+
+    def begin_unpin(self, pin: PinnedPrefix) -> PendingCall[PinnedPrefix]:
+        """Begin ``Node.unpin``."""
+        return PendingCall(self._channel, self.wrapped.unpin(pin))
+
     def begin_snapshot(self) -> PendingCall[Snapshot]:
         """Begin ``Node.snapshot``."""
         return PendingCall(self._channel, self.wrapped.snapshot())
@@ -906,6 +918,8 @@ class SyncNode:
     match = blocking(begin_match)
     flush = blocking(begin_flush)
     new_epoch = blocking(begin_new_epoch)
+    pin = blocking(begin_pin)
+    unpin = blocking(begin_unpin)
     snapshot = blocking(begin_snapshot)
 
     def events(self) -> SyncEvents:

@@ -460,6 +460,23 @@ class EvictionState(msgspec.Struct, frozen=True):
     thrashing: tuple[ThrashState, ...] = ()
 
 
+class PinState(msgspec.Struct, frozen=True):
+    """A cached prefix that is kept softly, under ``lease``: it goes last, for requests alone.
+
+    Of an operator where ``session`` is 0. It ends in ``ttl_s``, and with its session.
+    """
+
+    pin: int
+    owner: str
+    session: int
+    lease: int
+    namespace: str
+    tokens: int
+    pages: int
+    age_s: float
+    ttl_s: float
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """Everything, at one moment between two steps."""
 
@@ -492,3 +509,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     tiers: tuple[TierState, ...] = ()
     """Below the pool, the nearest first."""
     evictions: EvictionState = EvictionState()
+    pins: tuple[PinState, ...] = ()
+    pins_gave_way: int = 0
+    """Pins that ended because a request had no other pages."""

@@ -25,6 +25,7 @@ from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.wire import client
 from kvd.wire.attach import CopyBegins, CopyEnds, KeepsBlocks
+from kvd.wire.pins import PinPrefix, PrefixPinned, UnpinPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,6 +92,8 @@ class Engines(Verbs):
             client.AbortSend: sends.abort_send,
             client.KeepRoom: sends.keep_room,
             client.MatchPrefix: self._match,
+            PinPrefix: self._pin,
+            UnpinPrefix: self._unpin,
             client.AboutPrompt: self._about_prompt,
             client.ForgetPrompts: self._forget_prompts,
             client.FlushNamespace: self._flush_namespace,
@@ -231,6 +234,7 @@ class Engines(Verbs):
             who = self._sessions.by_id[session].name
             sends, out = self._prefiller, self._out
             begin_epoch(epochs, sends, out, base=base, epoch=epoch, who=who)
+            self._node.pins.epoch_over(keys_meant(base, self._leases.tree.roots))
             # Of no use to anybody from now on; what is locked goes when it is the oldest.
             report = self._flush(message.call, base)
         self._node.epoch_answers.answer(
@@ -309,6 +313,21 @@ class Engines(Verbs):
             ),
         )
         return None
+
+    def _pin(self, session: int, message: PinPrefix, tokens: Tokens) -> Refusal | None:
+        owner = message.owner or self._sessions.by_id[session].name
+        pin = self._node.pins.pin(session, owner, message.namespace, tokens, message.ttl_s)
+        if isinstance(pin, Refusal):
+            return pin
+        answer = PrefixPinned(call=message.call, pin=pin.id, tokens=pin.lease.prefix_tokens)
+        self._out.answer(session, answer)
+        return None
+
+    def _unpin(self, session: int, message: UnpinPrefix, _: Tokens) -> Refusal | None:
+        refusal = self._node.pins.unpin(message.pin, session)
+        if refusal is None:
+            self._out.answer(session, client.Done(message.call))
+        return refusal
 
     def _snapshot(self, session: int, message: client.GetSnapshot, _: Tokens) -> Refusal | None:
         self._out.answer(session, client.Snapshotted(message.call, snapshot(self._node)))
