@@ -33,7 +33,7 @@ from kvd.client.worker import join
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
 from kvd.wire.attach import Attach
-from kvd.wire.pins import PinPrefix, PrefixPinned, UnpinPrefix
+from kvd.wire.pins import PinPrefix, PrefetchPrompt, PrefixPinned, UnpinPrefix
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
@@ -549,7 +549,20 @@ class Node:
         the start. A receive has that sent anyway, with the end of the prompt for a window.
         """
         request = wire.MatchPrefix(self._port.connection.next_call(), namespace)
-        prompt = address_of(self._pools, tokens, keys, extra_keys)
+        return await self._matched(request, address_of(self._pools, tokens, keys, extra_keys))
+
+    async def prefetch(self, tokens: TokenIds | Prompt, *, namespace: str = "") -> Matched:
+        """Say that this prompt will be asked for: what a tier has of it begins to be read now.
+
+        The answer is that of ``match`` and waits for nothing: ``tier_tokens`` are on their way, as
+        far as there is room and ``tiers.disk.max_moving`` allows. No page is kept for this session.
+        """
+        request = PrefetchPrompt(self._port.connection.next_call(), namespace)
+        return await self._matched(request, address_of(self._pools, tokens, None, None))
+
+    async def _matched(
+        self, request: wire.MatchPrefix | PrefetchPrompt, prompt: PromptAddress
+    ) -> Matched:
         found = (await perform_about(self._port, request, prompt)).answer.value
         if not isinstance(found, wire.MatchReply):
             raise confused(request, found)

@@ -886,6 +886,12 @@ class SyncNode:
         verb = self.wrapped.match(tokens, keys=keys, extra_keys=extra_keys, namespace=namespace)
         return PendingCall(self._channel, _or_miss(verb) if self._misses_when_away else verb)
 
+    def begin_prefetch(
+        self, tokens: TokenIds | Prompt, *, namespace: str = ""
+    ) -> PendingCall[Matched]:
+        """Begin ``Node.prefetch``."""
+        return PendingCall(self._channel, self.wrapped.prefetch(tokens, namespace=namespace))
+
     def begin_flush(self, namespace: str = "") -> PendingCall[FlushResult]:
         """Begin ``Node.flush``."""
         return PendingCall(self._channel, self.wrapped.flush(namespace))
@@ -916,6 +922,7 @@ class SyncNode:
     arena = blocking(begin_arena)
     keep_room = blocking(begin_keep_room)
     match = blocking(begin_match)
+    prefetch = blocking(begin_prefetch)
     flush = blocking(begin_flush)
     new_epoch = blocking(begin_new_epoch)
     pin = blocking(begin_pin)

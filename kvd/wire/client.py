@@ -31,7 +31,7 @@ from kvd.wire.bounds import (
     Reason,
 )
 from kvd.wire.events import Event
-from kvd.wire.pins import PinPrefix, PrefixPinned, UnpinPrefix
+from kvd.wire.pins import PinPrefix, PrefetchPrompt, PrefixPinned, UnpinPrefix
 from kvd.wire.snapshot import Snapshot
 
 # ---- requests on the client socket ---------------------------------------------------------------
@@ -403,7 +403,14 @@ class FinishAndRelease(msgspec.Struct, frozen=True, array_like=True, tag="finish
 
 
 ABOUT_PROMPTS = (
-    OpenLease | HoldPrefix | ReceiveRequest | SendRequest | MatchPrefix | HandOver | PinPrefix
+    OpenLease
+    | HoldPrefix
+    | ReceiveRequest
+    | SendRequest
+    | MatchPrefix
+    | HandOver
+    | PinPrefix
+    | PrefetchPrompt
 )
 """Requests whose tokens frame is a prompt from its start."""
 
@@ -472,7 +479,7 @@ Request = (
     | Subscribe | Unsubscribe | CancelCall | RetractLease | ResumeLease | SlideLease | FetchPages
     | SayWritten | CommitUpTo | ReleaseUpTo | HandOver | FinishAndRelease | HoldPrefix
     | AboutPrompt | ForgetPrompts | FlushNamespace | BeginEpoch | KeepRoom | OpenArena
-    | CommitAndExtend | PinPrefix | UnpinPrefix
+    | CommitAndExtend | PinPrefix | UnpinPrefix | PrefetchPrompt
 )  # fmt: skip
 
 TAKES_TOKENS = (
@@ -483,6 +490,7 @@ TAKES_TOKENS = (
     SendRequest,
     MatchPrefix,
     PinPrefix,
+    PrefetchPrompt,
     RetractLease,
     CommitUpTo,
     ReleaseUpTo,

@@ -1,4 +1,4 @@
-"""Pins on the wire: what an engine asks for, and what it hears."""
+"""What an engine asks of the cache beside leases, on the wire: pins, and hints."""
 
 from __future__ import annotations
 
@@ -24,6 +24,17 @@ class UnpinPrefix(msgspec.Struct, frozen=True, array_like=True, tag="unpin"):
 
     call: Call
     pin: Figure
+
+
+class PrefetchPrompt(msgspec.Struct, frozen=True, array_like=True, tag="prefetch"):
+    """The tokens frame will be asked for: read what a tier has of it. Answer: ``MatchReply``.
+
+    The answer is of now, and does not wait: what it tells of a tier is on its way as far as there
+    is room for it.
+    """
+
+    call: Call
+    namespace: Namespace = ""
 
 
 class PrefixPinned(msgspec.Struct, frozen=True, array_like=True, tag="pinned-prefix"):

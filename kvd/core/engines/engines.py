@@ -25,7 +25,7 @@ from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.wire import client
 from kvd.wire.attach import CopyBegins, CopyEnds, KeepsBlocks
-from kvd.wire.pins import PinPrefix, PrefixPinned, UnpinPrefix
+from kvd.wire.pins import PinPrefix, PrefetchPrompt, PrefixPinned, UnpinPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,6 +94,7 @@ class Engines(Verbs):
             client.MatchPrefix: self._match,
             PinPrefix: self._pin,
             UnpinPrefix: self._unpin,
+            PrefetchPrompt: self._prefetch,
             client.AboutPrompt: self._about_prompt,
             client.ForgetPrompts: self._forget_prompts,
             client.FlushNamespace: self._flush_namespace,
@@ -293,7 +294,13 @@ class Engines(Verbs):
 
     # ---- routers -----------------------------------------------------------------------------
 
-    def _match(self, session: int, message: client.MatchPrefix, tokens: Tokens) -> Refusal | None:
+    def _prefetch(self, session: int, message: PrefetchPrompt, tokens: Tokens) -> Refusal | None:
+        self._node.tiers.promotions.prefetch(session, message.call, tokens, message.namespace)
+        return self._match(session, message, tokens)
+
+    def _match(
+        self, session: int, message: client.MatchPrefix | PrefetchPrompt, tokens: Tokens
+    ) -> Refusal | None:
         load = len(self._decoder.parts) + len(self._prefiller.rooms.by_room) + len(self._admission)
         # A question must not count as a use: a router that asks every node would keep everything
         # young.

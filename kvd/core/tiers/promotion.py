@@ -196,6 +196,27 @@ class Promotions:
         promotion.tier.counts.waits += 1
         return TierWait(claim, found.have_tokens, promotion, until_s)
 
+    def prefetch(self, session: int, call: int, tokens: Tokens, namespace: str) -> None:
+        """Begin to read what a tier has of a prompt that will be asked for; nobody waits for it.
+
+        At most what may be under way at a time: what follows of a longer one is read when it is
+        asked for, or named again.
+        """
+        found = self.look(tokens, namespace)
+        if found is not None and found.keys[0] not in self._coming:
+            claim = Claim(
+                session=session,
+                call=call,
+                reason="prefetch",
+                room=0,
+                namespace=namespace,
+                tokens=tokens,
+                reserve_tokens=0,
+                priority=0,
+                cache=True,
+            )
+            self._promotion_of(claim, found)
+
     def _promotion_of(self, claim: Claim, found: TierPages) -> PagePromotion | None:
         """The one that reads the next page that is wanted, begun if there is none."""
         coming = self._coming.get(found.keys[0])
