@@ -20,6 +20,7 @@ SHORT_HELP = {
     "copies": "An engine's own blocks, saved and loaded.",
     "connector": "What vLLM's scheduler waits for kvd.",
     "transformers": "A prompt at transformers' generate, found or saved.",
+    "sglang": "Pages of SGLang's, beside its own files.",
     "first_token": "From a prompt at one vLLM to the first token at another.",
     "tiers": "A tier on disk beside bare NIXL.",
     "tier_trace": "A recorded load through pools with disks.",

@@ -248,8 +248,8 @@ def _troubles(shot: Snapshot) -> list[Text]:
         if client.state == "hung-up-on"
     ]
     found += [f"{clean(pair.why)}: kvd why evicted" for pair in shot.evictions.thrashing]
-    quarantined = sum(pool.quarantined_pages for pool in shot.pools)
-    if quarantined:
+    found += [f"{clean(mark.words)}: kvd why client {mark.session}" for mark in shot.late_marks[:4]]
+    if quarantined := sum(pool.quarantined_pages for pool in shot.pools):
         found.append(f"{quarantined} pages are quarantined, a remote may still write: kvd locks")
     if shot.waiting:
         longest_s = max(request.waited_s for request in shot.waiting)

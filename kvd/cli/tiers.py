@@ -40,7 +40,7 @@ def tiers(states: tuple[TierState, ...]) -> RenderableType:
             render.state(tier.state),
             str(tier.objects),
             amount(tier.objects * tier.object_bytes),
-            amount(tier.capacity_objects * tier.object_bytes),
+            "shared" if tier.is_shared else amount(tier.capacity_objects * tier.object_bytes),
             str(tier.hits),
             str(tier.waits),
             str(tier.bad),
@@ -60,6 +60,11 @@ def _prose(tier: TierState) -> Iterator[str]:
         f"{tier.writing} being written, {tier.reading} being read, "
         f"{counted(tier.waiting, 'request')} waiting"
     )
+    if tier.is_shared:
+        yield (
+            f"asked for what others wrote {counted(tier.probes, 'time')}, found some of it "
+            f"{tier.probe_hits}, not asked as it was known {tier.unasked}"
+        )
     yield (
         f"left the pool unwritten {tier.evicted_unwritten}, removed as the oldest "
         f"{tier.dropped}, could not be written {tier.unwritten}"

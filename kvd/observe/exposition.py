@@ -257,9 +257,11 @@ def _of_tiers(tiers: tuple[TierState, ...]) -> Iterator[Metric]:
     yield gauge("kvd_tier_up", up, each(lambda t: int(t.state == "serving")), ("tier",))
     used = "What lies there takes."
     yield gauge("kvd_tier_used_bytes", used, each(lambda t: t.objects * t.object_bytes), ("tier",))
-    size = "What may lie there takes at most."
-    full = each(lambda t: t.capacity_objects * t.object_bytes)
+    size = "What may lie there takes at most, where that is this node's to say."
+    full = {(t.tier,): t.capacity_objects * t.object_bytes for t in tiers if not t.is_shared}
     yield gauge("kvd_tier_size_bytes", size, full, ("tier",))
+    asked_for = "Questions for what other nodes have written to a tier that is shared, by outcome."
+    yield total("kvd_tier_probes", asked_for, by(_tier_probes), ("tier", "outcome"))
     moving = "Pages on their way there (writing) and back (reading)."
     yield gauge("kvd_tier_moving_pages", moving, by(_moving_pages), ("tier", "direction"))
     speed = "Bytes a second, as measured lately."
@@ -300,6 +302,12 @@ def _tier_requests(tier: TierState) -> dict[str, float]:
     return {"hit": tier.hits, "waited": tier.waits, "late": tier.late, "no-room": tier.no_room}
 
 
+def _tier_probes(tier: TierState) -> dict[str, float]:
+    if not tier.is_shared:
+        return {}
+    return {"asked": tier.probes, "there": tier.probe_hits, "unasked": tier.unasked}
+
+
 def _tier_failures(tier: TierState) -> dict[str, float]:
     return {"failed": tier.failed_orders, "cut": tier.cut}
 
@@ -320,6 +328,9 @@ def _of_node(node: Snapshot) -> Iterator[Metric]:
     yield gauge("kvd_inflight_handoffs", "Handoffs under way.", under_way, ("role",))
     yield gauge("kvd_waiting_requests", "Requests that wait for room.", len(node.waiting))
     yield gauge("kvd_engine_clients", "Engine sessions.", len(node.clients))
+    late = Counted((mark.device or "cpu",) for mark in node.late_marks)
+    doc = "Copies of engines that wait for their mark, longer than a second."
+    yield gauge("kvd_engine_late_marks", doc, late, ("device",))
     draining = "1 while this node begins nothing new."
     yield gauge("kvd_draining", draining, int(node.drain is not None))
     restarted = "Generation of the transfer process; a step says that it was restarted."

@@ -15,6 +15,7 @@ from kvd.core import effects, inputs
 from kvd.core.settings import Demotion, TierSettings
 from kvd.core.tiers.keys import each_key
 from kvd.sim.storage import SimDisk
+from kvd.sim.violation import Violated
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +70,11 @@ class Drive:
         self._is_busy = False
 
     def order(self, order: effects.StorageOrder) -> None:
-        """Take one; what is dropped is gone at once, for it is named by none that comes before."""
+        """Take one; what is dropped is gone at once, for it is named by none that comes before.
+
+        Raises:
+            Violated: it is asked what others wrote.
+        """
         match order:
             case effects.Promote():
                 self._reads.append(order)
@@ -79,6 +84,8 @@ class Drive:
                 self._disk.drop(order)
             case effects.DropNamespace():
                 self._disk.drop_namespace(order.namespace)
+            case effects.Probe():
+                raise Violated(f"nobody else writes to a drive, and it is asked: {order}")
         self._begin()
 
     def _begin(self) -> None:

@@ -17,6 +17,7 @@ from kvd.core import effects, inputs
 from kvd.core.audit.invariants import violations
 from kvd.core.audit.rules import is_uncounted
 from kvd.core.inspect.page_states import pools_of
+from kvd.core.peers.peer import Agent
 from kvd.errors import Code, Refusal
 from kvd.sim.engine import SimSession
 from kvd.sim.node_shell import NodeShell, incarnation
@@ -428,6 +429,7 @@ class SimHost(NodeShell):
         if found:
             raise Violated(f"{self.name}: {'; '.join(found)}")
         self._audit_copies()
+        self._audit_ways()
         tree = self.node.leases.tree
         of = self.world.contents.of
         for node in tree.nodes():
@@ -440,6 +442,19 @@ class SimHost(NodeShell):
                 pages = page_ids(keeper.pages_at(node))
                 dues = contents[len(contents) - len(pages) :]
                 self.check_beside(keeper.component.name, pages, dues, what)
+
+    def _audit_ways(self) -> None:
+        """How bytes travel to a peer is known of the agent that serves, and of no other.
+
+        Raises:
+            Violated: It is not.
+        """
+        peers = self.node.peers
+        if not self.transfer.is_alive or peers.generation != self.transfer.generation:
+            return
+        for peer in peers.by_name.values():
+            if peer.agent is Agent.LOADED:
+                self.transfer.paths.check(peer)
 
     def _audit_copies(self) -> None:
         """What engines copy is what the node keeps pages for, and those are nobody else's.
@@ -461,6 +476,9 @@ class SimHost(NodeShell):
             f"{self.name}: copies {sorted(known - kept)} are under way and not kept for, "
             f"{sorted(kept - known)} are over",
         )
+        late = {(worker.number, call) for worker in self.workers.values() for call in worker.late}
+        told = {(wait.worker, wait.call) for wait in node.engine_copies.marks}
+        require(late == told, f"{self.name}: marks {sorted(late ^ told)} are late, or are not")
         for worker, copy in copies:
             worker.check(copy)
         saved = {page: copy.lease for _, copy in copies if copy.upto_tokens for page in copy.pages}

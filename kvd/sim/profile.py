@@ -60,6 +60,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Share of requests of which only one side hears."""
     pulls: float = 0.0
     """Share of requests that have no room: what one source has cached is pulled."""
+    device_paths: float = 0.0
+    """Share of posts by which a process finds out how bytes of a device travel to a peer."""
     copying: float = 0.0
     """Share of requests whose engine computes in blocks of its own, and copies."""
     family: str = "mha"
@@ -195,6 +197,7 @@ PROFILES = {
         pool_pages=(24, 40, 64),
         fickle=0.1,
         copying=0.8,
+        device_paths=0.3,
     ),
     "tiers": Profile(
         loss=0.02,

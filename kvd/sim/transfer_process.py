@@ -27,6 +27,7 @@ from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
+    from kvd.core.peers.peer import Peer
     from kvd.sim.host import SimHost
 
 LANDING_S = 0.002
@@ -189,6 +190,57 @@ class Inbound(InboundStreams):
         self._process.report(inputs.Quiet, question.lease)
 
 
+# ---- paths -----------------------------------------------------------------------------------
+
+
+class SimPaths:
+    """How bytes that leave a device or reach one travel to each peer, as a process has said.
+
+    What it says is about an agent of its own. Whoever believes it of another one, or of one that is
+    gone, would look for a slow way where there is none.
+    """
+
+    def __init__(self, process: SimTransferProcess) -> None:
+        self._process = process
+        self._said: dict[Agent, set[tuple[inputs.PathSide, inputs.PathSide, inputs.WritePath]]] = {}
+
+    def arrived(self, agent: Agent) -> None:
+        """Bytes of a post have: it may be known by them which way they took."""
+        world = self._process.host.world
+        share = world.profile.device_paths
+        if not share or world.rng.random() >= share:
+            return
+        source, destination = world.rng.choice(_OF_DEVICES)
+        path = world.rng.choice(_PATHS)
+        self._said.setdefault(agent, set()).add((source, destination, path))
+        bytes_s = 1e9 * (1.0 + world.rng.random())
+        self._process.report(inputs.PathFound, *agent, source, destination, path, bytes_s)
+
+    def dropped(self, agent: Agent) -> None:
+        """It is gone, and what was seen through it."""
+        self._said.pop(agent, None)
+
+    def check(self, peer: Peer) -> None:
+        """What the node knows of the ways to a peer is what was said of its agent, once each.
+
+        Raises:
+            Violated: It is of another one, or twice there.
+        """
+        sides = [(way.source, way.destination) for way in peer.ways]
+        what = f"{self._process.host.name}: ways to {peer.name}"
+        require(len(set(sides)) == len(sides), f"{what} are known twice: {peer.ways}")
+        said = self._said.get((peer.incarnation, peer.generation), set())
+        for way in peer.ways:
+            is_said = (way.source, way.destination, way.path) in said
+            is_said |= (way.source, way.destination) not in _OF_DEVICES
+            require(is_said, f"{what}: {way.words} was never said of its agent")
+
+
+_HOST, _DEVICE = inputs.PathSide.HOST, inputs.PathSide.DEVICE
+_OF_DEVICES = ((_HOST, _DEVICE), (_DEVICE, _HOST), (_DEVICE, _DEVICE))
+_PATHS = tuple(inputs.WritePath)
+
+
 # ---- the process -----------------------------------------------------------------------------
 
 REPORT_S = 0.0003
@@ -220,6 +272,7 @@ class SimTransferProcess:
         self._ahead: dict[int, bytes] = {}
         """By ticket, the sums of what has landed before its Verify."""
         self.inbound = Inbound(self)
+        self.paths = SimPaths(self)
 
     def start(self, why: str) -> None:
         """It serves after a while."""
@@ -331,6 +384,7 @@ class SimTransferProcess:
             self._fail(flight, "agent destroyed")
             doubtful += self._leave_behind(flight)
         stream = self._loaded.pop(agent, None)
+        self.paths.dropped(agent)
         if stream is not None:
             stream.to.over(stream)
         self.report(inputs.AgentDropped, *agent, doubtful)
@@ -385,6 +439,7 @@ class SimTransferProcess:
             del self.flights[flight.post]
             if not flight.is_reported:
                 flight.is_reported = True
+                self.paths.arrived(flight.agent)
                 self.report(inputs.PostDone, flight.post, self._bytes(flight), flight.sums)
         else:
             if not flight.is_reported:

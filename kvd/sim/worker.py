@@ -15,7 +15,7 @@ from kvd.core import inputs
 from kvd.sim.contents import PAGE_TOKENS, TORN
 from kvd.sim.violation import Violated, require
 from kvd.types import pack_ids, page_ids
-from kvd.wire.attach import CopyBegins, CopyEnds, CopyPart, KeepsBlocks, pages_sum
+from kvd.wire.attach import CopyBegins, CopyEnds, CopyPart, CopyWaits, KeepsBlocks, pages_sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +30,9 @@ WORD_S: Final = 0.0002
 LAGS, LAG_S = 0.5, 0.01
 """Share of orders that reach their process later than what its scheduler does next, and by how
 much at most: what is ordered may be over by then, or its pages may be others."""
+
+LATE_MARKS, LATE_S = 0.1, 0.3
+"""Share of orders whose mark is late, so that the daemon is told, and by how much at most."""
 
 COPY_S, SLOW_COPY_S, SLOW_COPIES = 0.03, 0.6, 0.25
 """Longest time of a copy, of one that is slow, and the share of those."""
@@ -59,7 +62,7 @@ class SimCopy:
         self.contents = contents
         self.upto_tokens = upto_tokens
         """Of a save; 0: it is a load."""
-        self.rank = self.call = 0
+        self.rank = self.call = self.waited = 0
         self.is_known = False
         """The daemon keeps its pages."""
 
@@ -87,7 +90,13 @@ class SimCopy:
             to_pages=self.upto_tokens > 0,
             parts=(part,),
             upto_tokens=self.upto_tokens,
+            waited=self.waited,
         )
+
+    def waits(self, call: int) -> CopyWaits:
+        """What is said where its mark is late."""
+        to_pages = self.upto_tokens > 0
+        return CopyWaits(call, self.lease, to_pages, len(self.pages), left_us=int(LATE_S * 1e6))
 
 
 class CopyOwner:
@@ -122,6 +131,8 @@ class SimWorker:
         self.is_connected = True
         self.owners: dict[SimCopy, CopyOwner] = {}
         """Who has ordered each copy that is not over."""
+        self.late: set[int] = set()
+        """Calls by which the daemon knows of orders that wait for their marks."""
         # Any: each waits for its own answer.
         self._calls: dict[int, Callable[[Any], None]] = {}
         self._n_calls = 0
@@ -138,7 +149,15 @@ class SimWorker:
         copy.rank = self.rank
         copy.call = self._call(lambda refusal: self._answered(copy, refusal))
         lag_s = LAG_S * self._random() if self._random() < LAGS else 0.0
+        if self._random() < LATE_MARKS:
+            lag_s += LATE_S * self._random()
+            copy.waited = self._call(lambda refusal: self._is_late(copy, refusal))
+            self._agenda.after(WORD_S, self._say, copy.waits(copy.waited))
         self._agenda.after(WORD_S + lag_s, self._say, copy.order(copy.call))
+
+    def _is_late(self, copy: SimCopy, refusal: Refusal | None) -> None:
+        if refusal is None:
+            self.late.add(copy.waited)
 
     def try_order(self, copy: SimCopy) -> Refusal | None:
         """Ask at once for a copy that is never made where it is refused; or None."""
@@ -152,7 +171,7 @@ class SimWorker:
         self._calls[self._n_calls] = heard
         return self._n_calls
 
-    def _say(self, message: KeepsBlocks | CopyBegins | CopyEnds) -> None:
+    def _say(self, message: KeepsBlocks | CopyWaits | CopyBegins | CopyEnds) -> None:
         host, agenda = self.host, self._agenda
         if not self.is_alive or not self.is_connected:
             return
@@ -184,6 +203,8 @@ class SimWorker:
     # ---- bytes -------------------------------------------------------------------------------
 
     def _answered(self, copy: SimCopy, refusal: Refusal | None) -> None:
+        if self.session.is_alive:
+            self.late.discard(copy.waited)
         if refusal is not None:
             self.owners.pop(copy).refused(copy, refusal)
             return

@@ -157,6 +157,7 @@ class EngineCopied(NumberedEvent, frozen=True, kw_only=True, tag="engine-copied"
     """An engine's own copy between pages of a lease and its blocks is over.
 
     ``way`` is ``save`` or ``load``. ``why`` is why it was not done; empty: all of it was.
+    ``mark_us`` is what of ``waited_us`` it waited for the engine to compute.
     """
 
     session: int
@@ -169,6 +170,7 @@ class EngineCopied(NumberedEvent, frozen=True, kw_only=True, tag="engine-copied"
     waited_us: int = 0
     moved_us: int = 0
     why: str = ""
+    mark_us: int = 0
 
 
 class LeaseCommitted(NumberedEvent, frozen=True, gc=False, tag="lease-committed"):

@@ -396,6 +396,14 @@ class TierState(msgspec.Struct, frozen=True):
     read_bytes_per_s: float
     written_bytes_per_s: float
     """As measured of the last orders; 0: there was none."""
+    is_shared: bool = False
+    """Other nodes write there too: ``objects`` are those that this one knows of, and its bound is
+    one of the index alone."""
+    probes: int = 0
+    """Questions for what others have written; ``probe_hits`` found some of it."""
+    probe_hits: int = 0
+    unasked: int = 0
+    """Prompts that were not asked for: they were not there a moment ago, or were flushed."""
 
 
 class EvictedPrefix(msgspec.Struct, frozen=True):
@@ -477,6 +485,21 @@ class PinState(msgspec.Struct, frozen=True):
     ttl_s: float
 
 
+class LateMark(msgspec.Struct, frozen=True):
+    """An order of an engine to copy that waits for what the engine computes first, for long.
+
+    ``left_s``: until its process gives it up; less than 0 where that says nothing any more.
+    """
+
+    session: int
+    lease: int
+    waited_s: float
+    left_s: float
+    words: str = ""
+    device: str = ""
+    """Whose copy engine is to move it; empty: a processor."""
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """Everything, at one moment between two steps."""
 
@@ -512,3 +535,5 @@ class Snapshot(msgspec.Struct, frozen=True):
     pins: tuple[PinState, ...] = ()
     pins_gave_way: int = 0
     """Pins that ended because a request had no other pages."""
+    late_marks: tuple[LateMark, ...] = ()
+    """Those of engines that copy between pages and blocks of their own."""

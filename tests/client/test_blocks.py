@@ -149,9 +149,13 @@ def test_a_sandbox_without_the_kernels_copy_has_memmove(
             ctypes.set_errno(1)
             return -1
 
+        process_vm_writev = process_vm_readv
+
     monkeypatch.setattr(host_lane, "_libc", Forbidding)
     engine.save([3, 4, 9], [7, 8, 2]).result(5)
     assert (engine.pages()[:, [7, 8, 2]] == engine.before[:, [3, 4, 9]]).all()
+    engine.load([0, 1, 2], [7, 8, 2]).result(5)
+    assert (engine.there()[:, [0, 1, 2]] == engine.before[:, [3, 4, 9]]).all()
 
 
 # ---- blocks and pages of different sizes ---------------------------------------------------------

@@ -741,3 +741,25 @@ def test_an_answer_that_cannot_be_taken_note_of_ends_its_call_in_words(
     assert isinstance(call.answer.value, Refusal)
     assert call.answer.value.code is Code.INTERNAL
     assert not own.is_waiting
+
+
+def test_a_lease_that_is_left_is_released_where_its_commit_is_refused_or_never_answered() -> None:
+    for is_lost in (True, False):
+        own = connection()
+        call = begin(own, wire.ReleaseUpTo(own.next_call(), 7, 4), lease_of([1]))
+        call.releases_anyway = True
+        if is_lost:
+            own.unanswered(GONE, own.under_way())
+        else:
+            feed(own, wire.Failed(call.request.call, REFUSED))
+        (release,) = sent(own)
+        assert isinstance(release, wire.ReleaseLease)
+        assert release.lease == 7
+
+
+def test_a_lease_that_is_left_and_committed_is_released_once() -> None:
+    own = connection()
+    call = begin(own, wire.ReleaseUpTo(own.next_call(), 7, 4), lease_of([1]))
+    call.releases_anyway = True
+    feed(own, wire.Done(call.request.call))
+    assert not sent(own)

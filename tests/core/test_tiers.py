@@ -430,7 +430,7 @@ def test_a_prompt_that_is_named_before_is_in_the_pool_when_it_is_asked_for():
 
     told = d.call(PrefetchPrompt, PROMPT)
     again = d.call(PrefetchPrompt, PROMPT)
-    world.pass_time(0.2)
+    world.pass_time(1)
 
     assert isinstance(told, client.MatchReply)
     assert isinstance(again, client.MatchReply)
@@ -439,6 +439,17 @@ def test_a_prompt_that_is_named_before_is_in_the_pool_when_it_is_asked_for():
     assert d.node.leases.tree.probe(PROMPT, "") == count_of(PROMPT)
     assert d.tier.counts.waits == 0
     assert not d.node.leases.leases
+    assert not list(violations(d.node))
+
+
+def test_a_long_prompt_that_is_named_comes_in_several():
+    world, d = world_with_evicted(tier=disk(objects=200, moving=3))
+
+    d.call(PrefetchPrompt, PROMPT)
+    world.pass_time(1)
+
+    assert len(ordered(d, effects.Promote)) == 3
+    assert d.node.leases.tree.probe(PROMPT, "") == count_of(PROMPT)
     assert not list(violations(d.node))
 
 

@@ -420,3 +420,38 @@ MUTATIONS = (
     keeps_what_is_saved_from_sends,
     awaits_the_copies_of_the_dead,
 )
+
+
+def keeps_the_ways_of_an_agent_that_is_gone(settings, at_s):
+    """How bytes of a device travelled is believed of the next agent too."""
+    node = NodeState(settings, at_s)
+    loaded = node.ways.loaded
+
+    def careless(peer, got):
+        before = peer.ways[1:]
+        loaded(peer, got)
+        peer.ways = (*peer.ways, *before)
+
+    node.ways.loaded = careless
+    return node
+
+
+def knows_a_way_twice(settings, at_s):
+    """The last word on a way stands beside the ones before."""
+    node = NodeState(settings, at_s)
+    found = node.ways.found
+
+    def careless(peer, got):
+        before = peer.ways
+        found(peer, got)
+        peer.ways = (*before, peer.ways[-1])
+
+    node.ways.found = careless
+    return node
+
+
+def forgets_that_a_mark_has_come(settings, at_s):
+    """An order is said to wait after it has begun."""
+    node = NodeState(settings, at_s)
+    node.engine_copies.marks.over = lambda worker, call: None
+    return node

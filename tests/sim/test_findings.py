@@ -45,7 +45,7 @@ def found(make_node, profile, steps=1500):
         (mutations.reuses_a_slot_under_a_copy, "hisparse", "slots taken"),
         (mutations.forgets_what_a_copy_holds, "copies", "under a copy of lease"),
         (mutations.counts_a_save_when_it_begins, "copies", ""),
-        (mutations.ends_copies_at_a_hang_up, "copies", "under"),
+        (mutations.ends_copies_at_a_hang_up, "copies", ""),
         (mutations.releases_pages_under_a_copy, "copies", "under a copy of lease"),
         (mutations.believes_what_a_save_still_writes, "copies", "is believed while a save"),
         (mutations.counts_saves_beyond_a_gap, "copies", ""),
@@ -53,6 +53,9 @@ def found(make_node, profile, steps=1500):
         (mutations.copies_pages_that_were_swapped, "copies", "are not its own"),
         (mutations.keeps_what_is_saved_from_sends, "copies", "its send knows of"),
         (mutations.awaits_the_copies_of_the_dead, "copies", ""),
+        (mutations.keeps_the_ways_of_an_agent_that_is_gone, "copies", "never said of its agent"),
+        (mutations.knows_a_way_twice, "copies", "are known twice"),
+        (mutations.forgets_that_a_mark_has_come, "copies", "are late, or are not"),
     ],
 )
 def test_a_wrong_node_is_found_out(mutation, profile, words):

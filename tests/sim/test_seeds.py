@@ -20,7 +20,7 @@ from kvd.core.handoff.protocol import DECODE, PREFILL
 from kvd.core.node import NodeState
 from kvd.sim.profile import PROFILES
 from kvd.sim.runner import SimPlan, again, run_seed
-from kvd.wire.events import EngineCopied
+from kvd.wire.events import EngineCopied, SlowPath
 from tests.sim import digests
 
 
@@ -73,12 +73,15 @@ def test_engines_copy_and_let_go_in_the_middle_of_it():
             for event in step.events:
                 if isinstance(event, EngineCopied):
                     copies[event.way, event.why] += 1
+                elif isinstance(event, SlowPath):
+                    copies["slow", ""] += 1
             return step
 
     endings = [run_seed(seed, plan, Counting) for seed in range(12)]
 
     assert not [again(ending, plan) for ending in endings if ending.violation]
     assert sum(ending.outcomes.get("left", 0) for ending in endings) > 20
+    assert copies["slow", ""] > 20, "ways of devices are found out, and a third are emulated"
     for way in ("save", "load"):
         assert copies[way, ""] > 500
         assert copies[way, "injected"] > 20

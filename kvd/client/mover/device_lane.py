@@ -133,7 +133,7 @@ class StagedCopy:
         self._part = part
         places = stage.places(part)
         if not self._to_pages:
-            self.fault = copy_pieces(places, part.pool, part.sizes)
+            self.fault = copy_pieces(PieceColumns(places, part.pool, part.sizes), to_pages=False)
             if self.fault is not None:
                 return
         self._moving = self._lane.submit(
@@ -144,8 +144,8 @@ class StagedCopy:
         self._moving = None
         self.fault = self.fault or moving.fault
         if self._to_pages and self.fault is None and self._part is not None:
-            places = stage.places(self._part)
-            self.fault = copy_pieces(self._part.pool, places, self._part.sizes)
+            staged = self._part._replace(engine=stage.places(self._part))
+            self.fault = copy_pieces(staged, to_pages=True)
 
 
 class CopyStage:

@@ -2,9 +2,13 @@
 
 A thread copies up to 1,024 pieces in one call that has let go of the interpreter: taking it back
 after each piece would wait for the engine's Python, up to 5 ms a time. The call is
-``process_vm_readv`` of this very process: as fast as memcpy from pieces of 64 KiB on, and memory
-that is not there any more is an error instead of the end of the engine. Where a sandbox forbids it,
-memmove does it, piece by piece.
+``process_vm_readv`` or ``process_vm_writev`` of this very process: as fast as memcpy from pieces of
+64 KiB on, and memory that is not there any more is an error instead of the end of the engine. Where
+a sandbox forbids it, memmove does it, piece by piece.
+
+Of the two sides the kernel looks up the pages of the far one, each of 4 KiB by itself where they
+are no huge ones. That is the pool in both directions: it is in huge pages, and an engine's memory
+seldom is. With the engine's as the far one saves took 1.3 times as long.
 """
 
 from __future__ import annotations
@@ -26,7 +30,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.client.mover.pieces import Words
 
 PIECES_PER_READ: Final = 1024
 """IOV_MAX of Linux."""
@@ -42,15 +45,13 @@ ALONE_BYTES: Final = 512 * 1024
 _FORBIDDEN: Final = {errno.EPERM, errno.ENOSYS, errno.EACCES}
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.process_vm_readv.argtypes = (
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_ulong,
-    ctypes.c_void_p,
-    ctypes.c_ulong,
-    ctypes.c_ulong,
-)
-_libc.process_vm_readv.restype = ctypes.c_ssize_t
+for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
+    _call.argtypes = (
+        ctypes.c_int,
+        *(ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong),
+        ctypes.c_ulong,
+    )
+    _call.restype = ctypes.c_ssize_t
 _libc.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _libc.memmove.restype = None
 
@@ -121,7 +122,7 @@ class HostLane:
         total = int(columns.sizes.sum())
         if not self._threads or total <= ALONE_BYTES:
             running = RunningCopy(1, _nothing)
-            running.part_over(_copied(columns, to_pages=to_pages))
+            running.part_over(copy_pieces(columns, to_pages=to_pages))
             return running
         parts = cut_pieces(columns, -(-total // len(self._threads)))
         running = RunningCopy(len(parts), self._ring)
@@ -140,32 +141,29 @@ class HostLane:
     def _serve(self) -> None:
         while (part := self._parts.get()) is not None:
             columns, to_pages, running = part
-            running.part_over(_copied(columns, to_pages=to_pages))
+            running.part_over(copy_pieces(columns, to_pages=to_pages))
 
 
-def _copied(columns: PieceColumns, *, to_pages: bool) -> MemoryFault | None:
-    """Copy all of it; why it ended in the middle."""
-    to, source = (columns.pool, columns.engine) if to_pages else (columns.engine, columns.pool)
-    return copy_pieces(to, source, columns.sizes)
-
-
-def copy_pieces(to: Words, source: Words, sizes: Words) -> MemoryFault | None:
+def copy_pieces(columns: PieceColumns, *, to_pages: bool) -> MemoryFault | None:
     """Copy piece by piece; why it ended in the middle, None where all of it is there."""
+    engine, pool, sizes = columns
     # The kernel's iovec, twice: an address and a length each.
     vectors = np.empty((2, len(sizes), 2), np.uint64)
-    vectors[0, :, 0], vectors[1, :, 0], vectors[:, :, 1] = to, source, sizes
-    there = vectors.ctypes.data
-    here = there + vectors.nbytes // 2
+    vectors[0, :, 0], vectors[1, :, 0], vectors[:, :, 1] = engine, pool, sizes
+    near = vectors.ctypes.data
+    far = near + vectors.nbytes // 2
+    call = _libc.process_vm_writev if to_pages else _libc.process_vm_readv
     for first in range(0, len(sizes), PIECES_PER_READ):
         n = min(PIECES_PER_READ, len(sizes) - first)
         wanted = int(sizes[first : first + n].sum())
         skipped = first * _IOVEC_BYTES
-        copied = _libc.process_vm_readv(os.getpid(), there + skipped, n, here + skipped, n, 0)
+        copied = call(os.getpid(), near + skipped, n, far + skipped, n, 0)
         if copied != wanted:
             number = ctypes.get_errno() if copied < 0 else errno.EFAULT
             if copied < 0 and number in _FORBIDDEN:
-                _move(vectors[:, first:])
+                _move(vectors[:, first:] if to_pages else vectors[::-1, first:])
                 return None
+            source, to = (engine, pool) if to_pages else (pool, engine)
             return MemoryFault(
                 f"copying {wanted:,} bytes in {n} pieces between {int(source[first]):#x} and "
                 f"{int(to[first]):#x} ended after {max(0, copied):,}: {os.strerror(number)}"
@@ -174,8 +172,9 @@ def copy_pieces(to: Words, source: Words, sizes: Words) -> MemoryFault | None:
 
 
 def _move(vectors: NDArray[np.uint64]) -> None:
+    """From the first to the second."""
     move = _libc.memmove
-    for (to, size), (source, _) in zip(*vectors.tolist(), strict=True):
+    for (source, size), (to, _) in zip(*vectors.tolist(), strict=True):
         move(to, source, size)
 
 

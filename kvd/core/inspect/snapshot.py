@@ -19,13 +19,15 @@ from kvd.core.inspect.rows import (
     waiting_rows,
 )
 from kvd.core.inspect.schema import CLIENT, LEASE, PEER, POOL, ROOM, WAITING
-from kvd.core.inspect.words import node_word
+from kvd.core.inspect.words import mark_words, node_word
 from kvd.core.tiers.demotion import NodeDemotion
 from kvd.core.tiers.promotion import PagePromotion, TierWait
 from kvd.types import count
-from kvd.wire.snapshot import PinState, Snapshot, TierState, Totals
+from kvd.wire.snapshot import LateMark, PinState, Snapshot, TierState, Totals
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.pins import PinRecord
     from kvd.core.tiers.tier import StorageTier
@@ -61,7 +63,22 @@ def snapshot(node: NodeView) -> Snapshot:
         evictions=eviction_state(node),
         pins=tuple([pin_state(node, pin) for pin in node.pins.by_id.values()]),
         pins_gave_way=node.pins.gave_way,
+        late_marks=tuple(_late_marks(node)),
     )
+
+
+def _late_marks(node: NodeView) -> Iterator[LateMark]:
+    """What engines have said to wait for, and may still."""
+    at_s = node.out.at_s
+    for wait in node.engine_copies.marks:
+        yield LateMark(
+            session=wait.session,
+            lease=wait.lease,
+            waited_s=at_s - wait.since_s,
+            left_s=wait.until_s - at_s,
+            words=mark_words(node, wait),
+            device=wait.device,
+        )
 
 
 def totals(node: NodeView) -> Totals:
@@ -119,6 +136,10 @@ def tier_state(node: NodeView, tier: StorageTier) -> TierState:
         cut=counts.cut,
         read_bytes_per_s=tier.read_rate,
         written_bytes_per_s=tier.written_rate,
+        is_shared=tier.settings.is_shared,
+        probes=counts.probes,
+        probe_hits=counts.probe_hits,
+        unasked=counts.unasked,
     )
 
 

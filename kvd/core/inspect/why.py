@@ -42,10 +42,12 @@ from kvd.core.inspect.words import (
     layout_words,
     lease_waits_for,
     lease_word,
+    mark_words,
+    some_words,
+    told_copies,
 )
 from kvd.core.layout.shards import lacking, listed
 from kvd.core.layout.spec import companion_factor, is_companion, shards_of
-from kvd.core.leases.engine_copies import COPIES_NAMED
 from kvd.core.leases.owners import describe_holder
 from kvd.core.peers.peer import Life, drain_words
 from kvd.core.peers.ways import slow_words, way_words
@@ -226,6 +228,7 @@ def _held(node: NodeView, where: PoolPlaces, lease: LeaseRecord, page: int) -> E
         facts = [_in_area(where.saves, lease, page)]
     elif where.keeper is not None:
         facts = [_in_lease(where.keeper, lease, page), *waits]
+    facts += [] if where.saves else told_copies(node, lease)
     return Explanation(
         f"page {page}{f' of {where.component}' if where.component else ''} is {verb} "
         f"{describe_holder(node, lease)}{away}",
@@ -462,7 +465,7 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
         )
     if state.waiting_for:
         said.append(f"waits for {state.waiting_for}")
-    said += _told_copies(lease, node.out.at_s)
+    said += told_copies(node, lease)
     if lease.said:
         ranks = f", by rank {', '.join(map(str, lease.said))}" if len(lease.said) > 1 else ""
         said.append(f"KV of {lease.written_tokens} tokens is said to be written{ranks}")
@@ -484,18 +487,6 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
         links=links_of(*refs),
         marks=tuple(mark for _, part in parts for mark in part.history.marks(node.out.at_s)),
     )
-
-
-def _told_copies(lease: LeaseRecord, at_s: float) -> list[str]:
-    """What its engine copies of it."""
-    if lease.copying is None:
-        return []
-    copies = lease.copying.under_way
-    said = [copy.told(at_s) for copy in copies[:COPIES_NAMED]]
-    if len(copies) > COPIES_NAMED:
-        said.append(f"and {len(copies) - COPIES_NAMED} more copies")
-    said += [f"rank {rank} has saved beyond a gap" for rank in sorted(lease.copying.ahead)]
-    return said
 
 
 def _parts_of(node: NodeView, lease: LeaseRecord) -> Iterator[tuple[str, ReceivePart | SendPart]]:
@@ -532,6 +523,8 @@ def of_client(node: NodeView, number: int) -> Explanation | Refusal:
         facts.insert(0, f"waits for {death_of(session)}")
     if number in node.leases.by_word:
         facts.append(_counts_by_word(session))
+    late = node.engine_copies.marks.of_session(number)
+    facts += some_words([mark_words(node, wait) for wait in late], "copies wait for marks")
     if len(leases) > len(biggest):
         facts.append(f"and {len(leases) - len(biggest)} leases more")
     if waiting:

@@ -1,0 +1,174 @@
+"""Two daemons and one store: what one has computed the other finds, and a bad store costs hits."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvd.client import connect_sync as connect
+from kvd.harness.store import ABSENT, SECRET, SeaweedStore, weed
+from tests.daemon.kv import PAGE, PAGE_BYTES, SHAPE, digest, tokens_of, write
+from tests.support.daemons import Daemon
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.skipif(weed() is None, reason=ABSENT)
+
+PROMPT_PAGES = 16
+PROMPT_TOKENS = PROMPT_PAGES * PAGE
+FILLERS = 16
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def seaweed(tmp_path_factory) -> Iterator[SeaweedStore]:
+    """Two volume servers, and each object on both."""
+    found = SeaweedStore(tmp_path_factory.mktemp("store"), volumes=2, copies=1)
+    found.start()
+    yield found
+    found.stop()
+
+
+class StoreNode:
+    """A daemon with the store below its pool."""
+
+    def __init__(self, name: str, tmp_path, store: SeaweedStore, **sets: str) -> None:
+        of_tier = {
+            "tiers.store.max_moving": "2MiB",
+            "tiers.store.demote": "always",
+            "tiers.store.min_tokens": str(PAGE),
+            "tiers.store.prefix": tmp_path.name,
+            "tiers.store.answer_s": "2",
+            "tiers.store.wait_s": "20",
+            "tiers.store.probe_s": "10",
+            "tiers.store.absent_s": "0.5",
+        }
+        self.daemon = Daemon(name, tmp_path, SHAPE | store.settings() | of_tier | sets)
+
+    def start(self) -> None:
+        self.daemon.start()
+        self.daemon.wait_ready()
+        self.daemon.wait_for(lambda: self.tier.state == "serving", "no store", 30.0)
+
+    @property
+    def tier(self):
+        return self.daemon.snapshot().tiers[-1]
+
+    def compute(self, tokens) -> str:
+        """Have a prompt cached, as an engine has; what its pages hold."""
+        with connect(self.daemon.client, name="engine") as node:
+            lease = node.lease(tokens)
+            write(node, lease, tokens)
+            there = digest(node, lease.pages)
+            lease.release(())
+        return there
+
+    def push_out(self) -> None:
+        """What was cached before is written, and leaves the pool."""
+        for seed in range(1000, 1000 + FILLERS):
+            self.compute(tokens_of(PROMPT_TOKENS, seed))
+            self.settle()
+
+    def settle(self) -> None:
+        """Return when nothing is being written."""
+        self.daemon.wait_for(lambda: not self.tier.writing, "it writes for ever", LIMIT_S)
+
+    def found(self, tokens) -> tuple[int, str]:
+        """How many tokens are found, and what the pages hold once the rest is computed."""
+        with connect(self.daemon.client, name="reader") as node:
+            lease = node.lease(tokens)
+            prefix = lease.prefix_len
+            write(node, lease, tokens)
+            there = digest(node, lease.pages)
+            lease.release()
+        return prefix, there
+
+
+@pytest.fixture
+def make(tmp_path, seaweed) -> Iterator:
+    made: list[StoreNode] = []
+
+    def one(name: str, **sets: str) -> StoreNode:
+        made.append(StoreNode(name, tmp_path, seaweed, **sets))
+        made[-1].start()
+        return made[-1]
+
+    yield one
+    for node in made:
+        node.daemon.stop()
+
+
+def test_what_one_node_computed_another_finds_and_its_bytes_are_equal(make, seaweed):
+    a, b = make("a"), make("b")
+    prompt = tokens_of(PROMPT_TOKENS, seed=1)
+    there = a.compute(prompt)
+    a.push_out()
+
+    assert b.found(prompt) == (PROMPT_TOKENS, there)
+    tier = b.tier
+    assert (tier.probes, tier.probe_hits, tier.hits, tier.bad) == (1, 1, 1, 0)
+    assert tier.read_bytes == PROMPT_PAGES * PAGE_BYTES
+    assert b.found(tokens_of(PROMPT_TOKENS, seed=2))[0] == 0
+    for node in (a, b):
+        shown = (node.daemon.metrics(), repr(node.daemon.snapshot()), node.daemon.quoted_log())
+        assert not [text for text in shown if SECRET in text]
+
+
+def test_a_store_that_dies_and_comes_back_costs_hits_and_is_told(make, seaweed):
+    node = make("solo", **{"tiers.store.wait_s": "3", "tiers.store.probe_s": "1"})
+    prompt = tokens_of(PROMPT_TOKENS, seed=3)
+    there = node.compute(prompt)
+    node.push_out()
+    seaweed.kill("s3")
+    try:
+        for seed in range(4):
+            began_s = time.monotonic()
+            assert node.found(tokens_of(PROMPT_TOKENS, seed=400 + seed))[0] == 0
+            assert time.monotonic() - began_s < 10
+        node.daemon.wait_for(lambda: node.tier.state == "away", "is not away", LIMIT_S)
+        assert seaweed.endpoint in node.tier.why
+        assert 'kvd_tier_up{tier="store"} 0.0' in node.daemon.metrics()
+        assert "tier-away" in node.daemon.quoted_log()
+        began_s = time.monotonic()
+        assert node.found(prompt)[1] == there
+        assert time.monotonic() - began_s < 10
+    finally:
+        seaweed.start_process("s3")
+    until_s = time.monotonic() + 3 * LIMIT_S
+    seed, written = 500, node.tier.written
+    while node.tier.written == written:
+        assert time.monotonic() < until_s, node.tier
+        seed += 1
+        node.compute(tokens_of(PROMPT_TOKENS, seed))
+        time.sleep(0.5)
+    node.push_out()
+    assert node.found(prompt) == (PROMPT_TOKENS, there)
+
+
+def test_what_the_disk_has_not_comes_from_the_store(make, seaweed, tmp_path):
+    a = make("a")
+    both = make(
+        "both",
+        **{
+            "tiers.disk.directory": str(tmp_path / "disk"),
+            "tiers.disk.size": "64MiB",
+            "tiers.disk.max_moving": "512KiB",
+            "tiers.disk.wait_s": "20",
+        },
+    )
+    prompt = tokens_of(PROMPT_TOKENS, seed=7)
+    half = prompt[: PROMPT_TOKENS // 2]
+    both.compute(half)
+    both.push_out()
+    there = a.compute(prompt)
+    a.push_out()
+
+    assert both.found(prompt) == (PROMPT_TOKENS, there)
+
+    disk, store = both.daemon.snapshot().tiers
+    assert (disk.tier, store.tier) == ("disk", "store")
+    assert disk.read == PROMPT_PAGES // 2
+    assert store.read == PROMPT_PAGES // 2
