@@ -107,7 +107,7 @@ def name_of(request: NodeRequest) -> str:
             return f"abort room {room} {reason}".rstrip()
         case admin.Drain(why=words) | admin.RaiseEpoch(namespace=words):
             return f"{request.__struct_config__.tag} {words}".rstrip()
-        case admin.Fence() | admin.Undrain() | admin.Audit():
+        case admin.Fence() | admin.Undrain() | admin.Audit() | admin.Pin() | admin.Unpin():
             return type(request).__name__.lower()
         case admin.Record():
             return "record save"

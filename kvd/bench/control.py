@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from kvd.bench.echo import EchoServer
     from kvd.bench.report import Told
     from kvd.bench.rounds import Call
-    from kvd.client.api import Matched, Node
+    from kvd.client.answers import Matched
+    from kvd.client.api import Node
     from kvd.client.pending import PendingCall
     from kvd.client.sync import SyncNode
     from kvd.harness.daemons import Pair

@@ -34,6 +34,8 @@ VERBS = {
     "flush": Verb("kvd.cli.change:flush_command", "Drop cached pages that nobody locks.", CHANGE),
     "epoch": Verb("kvd.cli.change:epoch_command", "Forget what old weights have cached.", CHANGE),
     "evict": Verb("kvd.cli.change:evict_command", "Evict a number of cached pages.", CHANGE),
+    "pin": Verb("kvd.cli.pin:pin_command", "Keep a cached prefix, softly; show pins.", CHANGE),
+    "unpin": Verb("kvd.cli.pin:unpin_command", "Keep it no more.", CHANGE),
     "abort": Verb("kvd.cli.change:abort_command", "Give up a room on this node.", CHANGE),
     "fence": Verb("kvd.cli.change:fence_command", "Restart the transfer process.", CHANGE),
     "drop": Verb("kvd.cli.drop:drop_command", "Free the pool that a stopped daemon left.", CHANGE),

@@ -4,7 +4,8 @@ Importing this loads msgspec and numpy, and neither libzmq nor torch: that comes
 tensor view.
 """
 
-from kvd.client.api import Connecting, FlushResult, Matched, Node, connect
+from kvd.client.answers import FlushResult, Matched, PinnedPrefix
+from kvd.client.api import Connecting, Node, connect
 from kvd.client.arena import PageArena
 from kvd.client.handoff import (
     ArrivingPages,
@@ -61,6 +62,7 @@ __all__ = [
     "PendingCall",
     "PendingCopy",
     "PendingWord",
+    "PinnedPrefix",
     "Pool",
     "Prompt",
     "Receive",

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeGuard
 
-import msgspec
-
+from kvd.client.answers import FlushResult, Matched, PinnedPrefix
 from kvd.client.arena import PageArena
 from kvd.client.arguments import names, opaque, seconds, whole, wholes
 from kvd.client.attachment import ATTACH_WITHIN_S
@@ -34,6 +33,7 @@ from kvd.client.worker import join
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
 from kvd.wire.attach import Attach
+from kvd.wire.pins import PinPrefix, PrefetchPrompt, PrefixPinned, UnpinPrefix
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
@@ -57,33 +57,6 @@ NO_ROOM = 0
 
 NEVER_S = 3600.0
 """One wait for events; waiting goes on after it."""
-
-
-class Matched(msgspec.Struct, frozen=True):
-    """What a router asks of a node.
-
-    ``tokens`` are cached, ``load`` handoffs are open or requests wait, ``free`` pages can be had.
-    ``tier_tokens`` that follow lie in a tier below the pool: ``tier_ms`` to have them, 0: unknown.
-    """
-
-    tokens: int
-    load: int
-    free: int
-    tier_tokens: int = 0
-    tier_ms: float = 0.0
-
-
-class FlushResult(msgspec.Struct, frozen=True):
-    """Pages that a flush dropped, pages that it kept since they are locked, and who has those.
-
-    ``kept`` is a sentence for each of the first locked nodes of the tree. ``epoch`` is that in
-    which the namespace is now.
-    """
-
-    freed_pages: int
-    kept_pages: int
-    kept: tuple[str, ...]
-    epoch: int = 0
 
 
 class Node:
@@ -573,7 +546,20 @@ class Node:
         the start. A receive has that sent anyway, with the end of the prompt for a window.
         """
         request = wire.MatchPrefix(self._port.connection.next_call(), namespace)
-        prompt = address_of(self._pools, tokens, keys, extra_keys)
+        return await self._matched(request, address_of(self._pools, tokens, keys, extra_keys))
+
+    async def prefetch(self, tokens: TokenIds | Prompt, *, namespace: str = "") -> Matched:
+        """Say that this prompt will be asked for: what a tier has of it begins to be read now.
+
+        The answer is that of ``match`` and waits for nothing: ``tier_tokens`` are on their way, as
+        far as there is room for them. No page is kept for this session.
+        """
+        request = PrefetchPrompt(self._port.connection.next_call(), namespace)
+        return await self._matched(request, address_of(self._pools, tokens, None, None))
+
+    async def _matched(
+        self, request: wire.MatchPrefix | PrefetchPrompt, prompt: PromptAddress
+    ) -> Matched:
         found = (await perform_about(self._port, request, prompt)).answer.value
         if not isinstance(found, wire.MatchReply):
             raise confused(request, found)
@@ -633,6 +619,32 @@ class Node:
             kept=found.kept,
             epoch=found.epoch,
         )
+
+    async def pin(
+        self, tokens: TokenIds | Prompt, *, ttl_s: float, owner: str = "", namespace: str = ""
+    ) -> PinnedPrefix:
+        """Keep what is cached of a prompt, softly: it is the last to be evicted or demoted.
+
+        A request that can have no other pages takes these, and the pin is over (``pin-ended``). It
+        ends after ``ttl_s``, by ``unpin``, with this session, with a new epoch of its namespace,
+        and with the daemon: none outlives a restart. ``owner`` is shown: this session, if left out.
+
+        Raises:
+            KvdError: ``bad-request`` where nothing is cached of it, ``no-room`` for a pin too many,
+                ``not-supported`` by a pool that has windows or states.
+        """
+        call, ttl_s = self._port.connection.next_call(), seconds(ttl_s, "ttl_s")
+        request = PinPrefix(call=call, namespace=namespace, ttl_s=ttl_s, owner=owner)
+        prompt = address_of(self._pools, tokens, None, None)
+        found = (await perform_about(self._port, request, prompt)).answer.value
+        if not isinstance(found, PrefixPinned):
+            raise confused(request, found)
+        return PinnedPrefix(pin=found.pin, tokens=found.tokens)
+
+    async def unpin(self, pin: PinnedPrefix) -> PinnedPrefix:
+        """End a pin of this session, and return it; one that is over raises ``bad-request``."""
+        await self._port.ask(UnpinPrefix(self._port.connection.next_call(), pin.pin), wire.Done)
+        return pin
 
     async def snapshot(self) -> Snapshot:
         """The daemon's whole state: what ``kvd status --format json`` prints."""

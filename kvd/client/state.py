@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvd.wire import client as wire
     from kvd.wire.client import Accepted, PagesBack, Received, Resumed
     from kvd.wire.events import Event
+    from kvd.wire.pins import PrefixPinned
 
     Answer = (
         wire.Leased
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         | wire.Resumed
         | wire.FetchReply
         | wire.FlushReport
+        | PrefixPinned
         | wire.RoomKept
     )
     """To a call."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
-from kvd.client.api import Matched, Node
+from kvd.client.answers import Matched
+from kvd.client.api import Node
 from kvd.client.attachment import ATTACH_WITHIN_S
 from kvd.client.blocking import BlockingChannel, attach
 from kvd.client.connection import UNDONE, Connection
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvd.client.api import FlushResult
+    from kvd.client.answers import FlushResult, PinnedPrefix
     from kvd.client.arena import PageArena
     from kvd.client.attachment import Attachment
     from kvd.client.device_event import WhenWritten
@@ -885,6 +886,12 @@ class SyncNode:
         verb = self.wrapped.match(tokens, keys=keys, extra_keys=extra_keys, namespace=namespace)
         return PendingCall(self._channel, _or_miss(verb) if self._misses_when_away else verb)
 
+    def begin_prefetch(
+        self, tokens: TokenIds | Prompt, *, namespace: str = ""
+    ) -> PendingCall[Matched]:
+        """Begin ``Node.prefetch``."""
+        return PendingCall(self._channel, self.wrapped.prefetch(tokens, namespace=namespace))
+
     def begin_flush(self, namespace: str = "") -> PendingCall[FlushResult]:
         """Begin ``Node.flush``."""
         return PendingCall(self._channel, self.wrapped.flush(namespace))
@@ -892,6 +899,17 @@ class SyncNode:
     def begin_new_epoch(self, namespace: str, epoch: int | None = None) -> PendingCall[FlushResult]:
         """Begin ``Node.new_epoch``."""
         return PendingCall(self._channel, self.wrapped.new_epoch(namespace, epoch))
+
+    def begin_pin(
+        self, tokens: TokenIds | Prompt, *, ttl_s: float, owner: str = "", namespace: str = ""
+    ) -> PendingCall[PinnedPrefix]:
+        """Begin ``Node.pin``."""
+        verb = self.wrapped.pin(tokens, ttl_s=ttl_s, owner=owner, namespace=namespace)
+        return PendingCall(self._channel, verb)
+
+    def begin_unpin(self, pin: PinnedPrefix) -> PendingCall[PinnedPrefix]:
+        """Begin ``Node.unpin``."""
+        return PendingCall(self._channel, self.wrapped.unpin(pin))
 
     def begin_snapshot(self) -> PendingCall[Snapshot]:
         """Begin ``Node.snapshot``."""
@@ -904,8 +922,11 @@ class SyncNode:
     arena = blocking(begin_arena)
     keep_room = blocking(begin_keep_room)
     match = blocking(begin_match)
+    prefetch = blocking(begin_prefetch)
     flush = blocking(begin_flush)
     new_epoch = blocking(begin_new_epoch)
+    pin = blocking(begin_pin)
+    unpin = blocking(begin_unpin)
     snapshot = blocking(begin_snapshot)
 
     def events(self) -> SyncEvents:

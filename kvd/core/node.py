@@ -154,6 +154,7 @@ class NodeState(NodeParts):
         if self.admission.line:
             self.admission.pump()
         if self.leases.gave_way:
+            self.pins.end_given_way(self.leases.gave_way)
             self.prefiller.end_given_way()
         if self.drainer.drain is not None:
             self.drainer.end_if_over()
@@ -346,6 +347,7 @@ class NodeState(NodeParts):
             self.admission.wake()  # what waits for them lets those behind it pass
         if self.leases.evictions.fresh:
             self.leases.settle_evictions()
+        self.pins.tick()
         self.admission.expire()
         self.pulls.tick()
         self.decoder.tick()

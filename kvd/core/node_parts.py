@@ -32,6 +32,7 @@ from kvd.core.leases.fetch import Fetcher
 from kvd.core.leases.former_leases import FormerLeases
 from kvd.core.leases.lease_table import LeaseTable
 from kvd.core.leases.owners import Owners
+from kvd.core.leases.pins import Pins
 from kvd.core.leases.retraction import Retractor
 from kvd.core.leases.session_table import SessionTable
 from kvd.core.leases.sessions import HandoffSides, Sessions
@@ -66,6 +67,7 @@ class NodeParts:
         self.former_leases = FormerLeases(settings, leases, open_sessions, out)
         self.owners = Owners(settings.name, leases, open_sessions, self.former_leases, out)
         self.admission = Admission(settings, leases, self.owners, out)
+        self.pins = Pins(settings.name, leases, open_sessions, out)
         self.epochs = Epochs(settings.name)
         self.tiers = Tiers(settings, leases, self.admission, self.epochs, out)
         self.peers = Peers(settings, out)

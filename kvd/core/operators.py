@@ -35,7 +35,7 @@ from kvd.core.inspect.why import holders
 from kvd.core.layout.spec import device_number, has_bytes
 from kvd.core.leases.epochs import EpochAnswer, begin_epoch
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, short
+from kvd.types import ID_BYTES, pack_ids, short
 from kvd.wire import admin
 
 if TYPE_CHECKING:
@@ -197,6 +197,7 @@ def raise_epoch(node: NodeView, got: admin.RaiseEpoch) -> VerbPlan | Refusal:
     # Of these a lease ends that nobody else has, and what it locks is dropped.
     ending = {f"send {part.id}" for part in sends}
     over = {lease.id for lease in node.leases.leases.values() if lease.holders <= ending}
+    over |= {pin.lease.id for pin in node.pins.of_keys(keys)}
     notes += why.locked_words(node, keys, over)
     report = admin.Report(
         got.call, _flushed_pages(node, keys, over), (), notes=_bounded(notes, len(notes))
@@ -205,6 +206,7 @@ def raise_epoch(node: NodeView, got: admin.RaiseEpoch) -> VerbPlan | Refusal:
     def begin() -> None:
         who = "an operator"
         begin_epoch(epochs, node.prefiller, node.out, base=base, epoch=epoch, who=who)
+        node.pins.epoch_over(keys)
         node.tiers.flush(keys, base)
 
     return VerbPlan(report, begin)
@@ -225,6 +227,40 @@ def _flushed_pages(
         if edge.lock_ref if not over else left:
             locked += edge.n_pages
     return {"freed_pages": sum([edge.n_pages for edge in edges]) - locked, "locked_pages": locked}
+
+
+def pin(node: NodeView, got: admin.Pin) -> VerbPlan | Refusal:
+    """Keep the path to a node of the tree, or to the one that a page is in."""
+    tree, wanted = node.leases.tree, pack_ids([got.id])
+    edges = (
+        edge
+        for edge in tree.nodes()
+        if (edge.id == got.id if got.kind == "node" else why.has_page(edge.pages, wanted))
+    )
+    edge = next(edges, None)
+    if got.kind not in {"node", "page"} or edge is None:
+        return Refusal(Code.BAD_REQUEST, f"there is no cached {got.kind} {got.id}: kvd tree")
+    refusal = node.pins.flaw(got.ttl_s)
+    if refusal is not None:
+        return refusal
+    tokens, pages = tree.path_tokens(edge), len(tree.path_pages(edge)) // ID_BYTES
+    report = admin.Report(
+        got.call,
+        {"pinned_tokens": edge.end_tokens, "pinned_pages": pages},
+        (),
+        notes=(f"for {got.ttl_s:g} s, as {got.who}, all that leads to node {edge.id}",),
+    )
+    return VerbPlan(report, lambda: node.pins.pin(0, got.who, edge.namespace, tokens, got.ttl_s))
+
+
+def unpin(node: NodeView, got: admin.Unpin) -> VerbPlan | Refusal:
+    """It is over, whosever it is."""
+    known = node.pins.by_id.get(got.pin)
+    if known is None:
+        return Refusal(Code.BAD_REQUEST, f"there is no pin {got.pin}: kvd pin shows all")
+    note = f"pin {known.id} of {known.owner}, {known.lease.prefix_tokens} tokens"
+    report = admin.Report(got.call, {"unpinned": 1}, (), notes=(note,))
+    return VerbPlan(report, lambda: node.pins.unpin(got.pin))
 
 
 def evict(node: NodeView, got: admin.Evict) -> VerbPlan:
@@ -437,6 +473,8 @@ PLANS: dict[type, Callable[[NodeView, Any], VerbPlan | Refusal]] = {
     admin.Flush: flush,
     admin.RaiseEpoch: raise_epoch,
     admin.Evict: evict,
+    admin.Pin: pin,
+    admin.Unpin: unpin,
     admin.AbortRoom: abort,
     admin.Fence: fence,
     admin.Drain: drain,

@@ -346,6 +346,10 @@ def _of_node(node: Snapshot) -> Iterator[Metric]:
     yield total("kvd_missed_evicted", what, missed, ("within",))
     thrashing = "Pairs of engines of which one evicts what the other asks for again soon."
     yield gauge("kvd_thrashing", thrashing, len(node.evictions.thrashing))
+    pages = sum([pin.pages for pin in node.pins])
+    yield gauge("kvd_pin_pages", "Cached pages that pins keep, softly.", pages)
+    what = "Pins that ended because a request had no other pages."
+    yield total("kvd_pins_gave_way", what, node.pins_gave_way)
     yield total("kvd_events", "Events since the daemon began.", node.last_event)
     yield gauge("kvd_last_event_seq", "Number of the last event.", node.last_event)
     yield gauge("kvd_audit_findings", "Rules that are broken now; must stay 0.", audit.findings)

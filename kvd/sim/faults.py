@@ -31,6 +31,8 @@ class Faults:
             "fence": lambda host: self._ask(host, admin.Fence(1)),
             "evict": lambda host: self._ask(host, admin.Evict(1, self._rng.randint(1, 10))),
             "flush": lambda host: self._ask(host, admin.Flush(1)),
+            "pin": self._pin,
+            "unpin": self._unpin,
             "abort": self._abort,
             "agent": self._agent,
             "worker": self._worker,
@@ -111,6 +113,18 @@ class Faults:
             self._world.network.connect(host, self._rng.choice(host.dials))
 
     # ---- operators ---------------------------------------------------------------------------
+
+    def _pin(self, host: SimHost) -> None:
+        edges = list(host.node.leases.tree.nodes())
+        if edges:
+            edge, ttl_s = self._rng.choice(edges), self._rng.expovariate(0.2) + 0.1
+            asked = admin.Pin(call=1, kind="node", id=edge.id, ttl_s=ttl_s, who="simulated")
+            self._ask(host, asked)
+
+    def _unpin(self, host: SimHost) -> None:
+        pins = list(host.node.pins.by_id)
+        if pins:
+            self._ask(host, admin.Unpin(1, self._rng.choice(pins)))
 
     def _abort(self, host: SimHost) -> None:
         room = self._world.a_recent_room()

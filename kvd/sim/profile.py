@@ -23,7 +23,7 @@ FAULTS = (
     "agent",
 )
 """What ``faults`` can do to a node; beside these, ``worker`` and ``deaf`` to engines that copy,
-``storage`` and ``damage`` to a tier below the pool."""
+``storage`` and ``damage`` to a tier below the pool, ``pin`` and ``unpin`` to what is cached."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +147,16 @@ PROFILES = {
         faults=("evict", "flush", "engine", "abort"),
         fickle=0.2,
     ),
+    "pins": Profile(
+        loss=0.02,
+        delays=0.05,
+        pool_pages=(14, 24, 40),
+        requests_per_s=12.0,
+        faults_per_s=3.0,
+        faults=("pin", "pin", "pin", "unpin", "evict", "flush", "engine", "abort", "daemon"),
+        fickle=0.2,
+        pulls=0.2,
+    ),
     "storm": Profile(
         loss=0.05,
         repeats=0.05,
@@ -195,7 +205,7 @@ PROFILES = {
         faults_per_s=1.5,
         faults=(
             *("storage", "damage", "damage", "flush", "evict", "engine", "daemon", "transfer"),
-            *("suspend", "abort"),
+            *("suspend", "abort", "pin"),
         ),
         longest_trouble_s=1.5,
         slow_posts=0.1,

@@ -96,6 +96,21 @@ class Evict(OperatorRequest, frozen=True, tag="evict"):
     pages: Figure
 
 
+class Pin(OperatorRequest, frozen=True, tag="pin"):
+    """Keep what leads to a ``node`` of the tree or to a ``page``, softly. Answer: ``Report``."""
+
+    kind: Name
+    id: Figure
+    ttl_s: float
+    who: Name = ""
+
+
+class Unpin(OperatorRequest, frozen=True, tag="unpin"):
+    """That pin is over. Answer: ``Report``."""
+
+    pin: Figure
+
+
 class AbortRoom(OperatorRequest, frozen=True, tag="abort-room"):
     """Give up every part of a room on this node. Answer: ``Report``."""
 
@@ -122,7 +137,7 @@ class Undrain(OperatorRequest, frozen=True, tag="undrain"):
     """Serve again. Answer: ``Report``."""
 
 
-Plannable = Flush | RaiseEpoch | Evict | AbortRoom | Fence | Drain | Undrain
+Plannable = Flush | RaiseEpoch | Evict | Pin | Unpin | AbortRoom | Fence | Drain | Undrain
 """What changes something by a plan, so that it can be shown before."""
 
 
@@ -159,6 +174,8 @@ AdminRequest = (
     | ListEvents
     | Flush
     | Evict
+    | Pin
+    | Unpin
     | AbortRoom
     | Fence
     | Drain

@@ -5,6 +5,26 @@ from __future__ import annotations
 from kvd.wire.numbered_event import NumberedEvent
 
 
+class PinBegan(NumberedEvent, frozen=True, kw_only=True, tag="pin-began"):
+    """A cached prefix is kept for somebody, softly, under that lease."""
+
+    pin: int
+    owner: str
+    lease: int
+    tokens: int
+    ttl_s: float
+
+
+class PinEnded(NumberedEvent, frozen=True, kw_only=True, tag="pin-ended"):
+    """That is over; what it kept is cached as before."""
+
+    pin: int
+    owner: str
+    tokens: int
+    age_s: float
+    why: str
+
+
 class CacheThrashing(NumberedEvent, frozen=True, kw_only=True, tag="cache-thrashing"):
     """The same prefixes are evicted and asked for again, each time soon; told when that begins.
 

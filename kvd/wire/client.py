@@ -31,6 +31,7 @@ from kvd.wire.bounds import (
     Reason,
 )
 from kvd.wire.events import Event
+from kvd.wire.pins import PinPrefix, PrefetchPrompt, PrefixPinned, UnpinPrefix
 from kvd.wire.snapshot import Snapshot
 
 # ---- requests on the client socket ---------------------------------------------------------------
@@ -401,7 +402,16 @@ class FinishAndRelease(msgspec.Struct, frozen=True, array_like=True, tag="finish
     aux: bytes = b""
 
 
-ABOUT_PROMPTS = OpenLease | HoldPrefix | ReceiveRequest | SendRequest | MatchPrefix | HandOver
+ABOUT_PROMPTS = (
+    OpenLease
+    | HoldPrefix
+    | ReceiveRequest
+    | SendRequest
+    | MatchPrefix
+    | HandOver
+    | PinPrefix
+    | PrefetchPrompt
+)
 """Requests whose tokens frame is a prompt from its start."""
 
 
@@ -464,40 +474,13 @@ class OpenArena(msgspec.Struct, frozen=True, array_like=True, tag="arena"):
 
 
 Request = (
-    OpenLease
-    | ExtendLease
-    | CommitLease
-    | ReleaseLease
-    | CommitAndRelease
-    | ReceiveRequest
-    | CancelReceive
-    | SendRequest
-    | Advance
-    | Finish
-    | AbortSend
-    | MatchPrefix
-    | GetSnapshot
-    | Subscribe
-    | Unsubscribe
-    | CancelCall
-    | RetractLease
-    | ResumeLease
-    | SlideLease
-    | FetchPages
-    | SayWritten
-    | CommitUpTo
-    | ReleaseUpTo
-    | HandOver
-    | FinishAndRelease
-    | HoldPrefix
-    | AboutPrompt
-    | ForgetPrompts
-    | FlushNamespace
-    | BeginEpoch
-    | KeepRoom
-    | OpenArena
-    | CommitAndExtend
-)
+    OpenLease | ExtendLease | CommitLease | ReleaseLease | CommitAndRelease | ReceiveRequest
+    | CancelReceive | SendRequest | Advance | Finish | AbortSend | MatchPrefix | GetSnapshot
+    | Subscribe | Unsubscribe | CancelCall | RetractLease | ResumeLease | SlideLease | FetchPages
+    | SayWritten | CommitUpTo | ReleaseUpTo | HandOver | FinishAndRelease | HoldPrefix
+    | AboutPrompt | ForgetPrompts | FlushNamespace | BeginEpoch | KeepRoom | OpenArena
+    | CommitAndExtend | PinPrefix | UnpinPrefix | PrefetchPrompt
+)  # fmt: skip
 
 TAKES_TOKENS = (
     OpenLease,
@@ -506,6 +489,8 @@ TAKES_TOKENS = (
     ReceiveRequest,
     SendRequest,
     MatchPrefix,
+    PinPrefix,
+    PrefetchPrompt,
     RetractLease,
     CommitUpTo,
     ReleaseUpTo,
@@ -771,7 +756,7 @@ Push = Received | Arriving | ReceiveFailed | PagesBack | Accepted | SendFailed |
 
 Reply = (
     Failed | Leased | PageTable | Done | Receiving | Sending | Finished | MatchReply | Snapshotted
-    | Retracted | Resumed | FetchReply | FlushReport | RoomKept | Push
+    | Retracted | Resumed | FetchReply | FlushReport | RoomKept | PrefixPinned | Push
 )  # fmt: skip
 
 

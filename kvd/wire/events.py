@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvd.wire.cache_events import CacheThrashing
+from kvd.wire.cache_events import CacheThrashing, PinBegan, PinEnded
 from kvd.wire.numbered_event import NumberedEvent
 
 
@@ -575,6 +575,8 @@ Event = (
     | QuarantineEnded
     | Evicted
     | CacheThrashing
+    | PinBegan
+    | PinEnded
     | Waiting
     | Moved
     | HandoffEnded

@@ -468,6 +468,23 @@ class EvictionState(msgspec.Struct, frozen=True):
     thrashing: tuple[ThrashState, ...] = ()
 
 
+class PinState(msgspec.Struct, frozen=True):
+    """A cached prefix that is kept softly, under ``lease``: it goes last, for requests alone.
+
+    Of an operator where ``session`` is 0. It ends in ``ttl_s``, and with its session.
+    """
+
+    pin: int
+    owner: str
+    session: int
+    lease: int
+    namespace: str
+    tokens: int
+    pages: int
+    age_s: float
+    ttl_s: float
+
+
 class LateMark(msgspec.Struct, frozen=True):
     """Orders of an engine to copy that wait for what it computes first, for long; the oldest.
 
@@ -517,5 +534,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     tiers: tuple[TierState, ...] = ()
     """Below the pool, the nearest first."""
     evictions: EvictionState = EvictionState()
+    pins: tuple[PinState, ...] = ()
+    pins_gave_way: int = 0
+    """Pins that ended because a request had no other pages."""
     late_marks: tuple[LateMark, ...] = ()
     """Of engines that copy between pages and blocks of their own: one for each and its device."""

@@ -7,12 +7,28 @@ import json
 import msgspec
 import pytest
 
-from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, RaiseEpoch, Rehearse, Report
+from kvd.wire.admin import (
+    AbortRoom,
+    Audit,
+    Evict,
+    Fence,
+    Flush,
+    Pin,
+    RaiseEpoch,
+    Rehearse,
+    Report,
+    Unpin,
+)
 from kvd.wire.snapshot import AuditState, Finding
 
 VERBS = {
     "flush": (("flush",), Flush(0, "unlocked")),
     "strict": (("flush", "--strict"), Flush(0, "strict")),
+    "pin": (
+        ("pin", "node", "12", "--ttl", "60", "--owner", "ops"),
+        Pin(0, "node", 12, 60.0, "ops"),
+    ),
+    "unpin": (("unpin", "3"), Unpin(0, 3)),
     "evict": (("evict", "64"), Evict(0, 64)),
     "abort": (("abort", "9117", "--reason", "stuck"), AbortRoom(0, 9117, "stuck")),
     "fence": (("fence",), Fence(0)),

@@ -25,7 +25,7 @@ from kvd.wire.admin import (
     TreeNode,
     Why,
 )
-from kvd.wire.snapshot import AuditState, ClientState, Finding
+from kvd.wire.snapshot import AuditState, ClientState, Finding, PinState
 from tests.cli.sentences import sentence_of
 
 NODES = (
@@ -333,6 +333,29 @@ def test_why_evicted_takes_no_id_and_all_others_need_one(run, daemon):
     assert daemon.asked == [Why(0, "evicted", 0)]
     assert (with_id.exit_code, without.exit_code) == (2, 2)
     assert "which page? kvd why page ID" in without.stderr
+
+
+def test_pin_without_a_node_shows_the_pins(run, daemon, snapshot):
+    pin = PinState(
+        pin=3,
+        owner="system prompt",
+        session=2,
+        lease=7,
+        namespace="llama",
+        tokens=4096,
+        pages=256,
+        age_s=61.0,
+        ttl_s=600.0,
+    )
+    bare = run("pin")
+    daemon.answer = lambda _request: Status(0, msgspec.structs.replace(snapshot, pins=(pin,)))
+
+    head, row = run("pin").stdout.splitlines()
+
+    assert bare.stdout == "no pins\n"
+    assert head.split() == ["PIN", "OWNER", "NAMESPACE", "TOKENS", "PAGES", "AGE", "ENDS", "IN"]
+    assert row.split()[:6] == ["3", "system", "prompt", "llama", "4096", "256"]
+    assert run("pin", "node").exit_code == 2
 
 
 ENDS = (

@@ -49,6 +49,7 @@ from kvd.types import (
 )
 from kvd.wire import admin, client
 from kvd.wire.peer import Message, Offer
+from kvd.wire.pins import PrefixPinned
 from tests.core.noted import Noted
 
 if TYPE_CHECKING:
@@ -62,9 +63,10 @@ SAVED = 12
 """Pages of the saved area, its null page not counted."""
 
 ANSWERS = (
+    PrefixPinned,
     client.Failed | client.Leased | client.PageTable | client.Done | client.Receiving
     | client.Sending | client.Finished | client.MatchReply | client.Snapshotted | client.Retracted
-    | client.Resumed | client.FetchReply | client.FlushReport | client.RoomKept
+    | client.Resumed | client.FetchReply | client.FlushReport | client.RoomKept | PrefixPinned
 )  # fmt: skip
 """Replies that answer a call; the others are pushes."""
 

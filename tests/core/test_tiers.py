@@ -9,7 +9,9 @@ from kvd.core.audit.invariants import violations
 from kvd.core.settings import Demotion
 from kvd.errors import Code
 from kvd.wire import admin, client, events
+from kvd.wire.pins import PrefetchPrompt
 from tests.core.tiered import DISK, PAGE, TieredWorld, cached, disk, fill, tokens
+from tests.core.world import World
 
 PROMPT = tokens((1, 8 * PAGE))
 
@@ -418,3 +420,56 @@ def test_the_snapshot_shows_a_tier_with_its_figures():
     d.stop_storage()
     (state,) = d.ask(admin.ShowStatus(1)).snapshot.tiers
     assert (state.state, state.objects, state.hits, state.read) == ("down", 0, 1, 8)
+
+
+# ---- prefetch ------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_is_named_before_is_in_the_pool_when_it_is_asked_for():
+    world, d = world_with_evicted()
+
+    told = d.call(PrefetchPrompt, PROMPT)
+    again = d.call(PrefetchPrompt, PROMPT)
+    world.pass_time(1)
+
+    assert isinstance(told, client.MatchReply)
+    assert isinstance(again, client.MatchReply)
+    assert (told.tokens, told.tier_tokens) == (0, count_of(PROMPT))
+    assert len(ordered(d, effects.Promote)) == 1, "what is on its way is not read twice"
+    assert d.node.leases.tree.probe(PROMPT, "") == count_of(PROMPT)
+    assert d.tier.counts.waits == 0
+    assert not d.node.leases.leases
+    assert not list(violations(d.node))
+
+
+def test_a_long_prompt_that_is_named_comes_in_several():
+    world, d = world_with_evicted(tier=disk(objects=200, moving=3))
+
+    d.call(PrefetchPrompt, PROMPT)
+    world.pass_time(1)
+
+    assert len(ordered(d, effects.Promote)) == 3
+    assert d.node.leases.tree.probe(PROMPT, "") == count_of(PROMPT)
+    assert not list(violations(d.node))
+
+
+def test_a_hint_never_takes_memory_that_somebody_waits_for():
+    world, d = world_with_evicted()
+    held = d.lease(tokens((70_000, 32 * PAGE)))
+    d.call(client.OpenLease, tokens((80_000, PAGE)), deadline_s=60.0)
+
+    d.call(PrefetchPrompt, PROMPT)
+
+    assert not ordered(d, effects.Promote)
+    d.call(client.ReleaseLease, lease=held.lease)
+    world.pass_time(0.2)
+
+
+def test_a_hint_without_a_tier_is_a_match():
+    side = World().d
+    cached(side, PROMPT)
+
+    told = side.call(PrefetchPrompt, PROMPT)
+
+    assert isinstance(told, client.MatchReply)
+    assert (told.tokens, told.tier_tokens) == (count_of(PROMPT), 0)

@@ -280,3 +280,17 @@ def test_a_full_disk_costs_hits_and_nothing_else(make, tmp_path):
         subprocess.run(["umount", "-l", tmp_path / "tier"], check=True)
 
     assert found.count(PROMPT_TOKENS) > 0
+
+
+def test_a_prompt_that_is_named_before_is_in_the_pool_when_its_request_comes(tiered):
+    with connect(tiered.daemon.client, name="router") as node:
+        told = node.prefetch(tiered.prompts[0])
+        assert (told.tokens, told.tier_tokens) == (0, PROMPT_TOKENS)
+    until_s = time.monotonic() + LIMIT_S
+    while tiered.match(0) < PROMPT_TOKENS:
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+    assert tiered.lease(0) == PROMPT_TOKENS
+    (tier,) = tiered.daemon.snapshot().tiers
+    assert (tier.waits, tier.bad) == (0, 0)

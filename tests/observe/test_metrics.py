@@ -137,6 +137,8 @@ def test_page_says_what_the_snapshot_says() -> None:
         'kvd_missed_evicted_total{within="any"}': 0,
         'kvd_missed_evicted_total{within="60s"}': 0,
         "kvd_thrashing": 0,
+        "kvd_pin_pages": 0,
+        "kvd_pins_gave_way_total": 0,
         'kvd_build_info{nixl="1.5.1",proto="1",version="0.1.0"}': 1,
         "kvd_decode_prefix_tokens_count": 0,
         "kvd_decode_prefix_tokens_sum": 0,

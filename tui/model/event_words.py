@@ -124,6 +124,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
         " of {namespace}",
         ", {after_s} later, and not for the first time",
     ),
+    "pin-began": ("pin {pin} of {owner}: {tokens} tokens", " for {ttl_s}"),
+    "pin-ended": ("pin {pin} of {owner}: {tokens} tokens", " after {age_s}", ": {why}"),
     "waiting": (
         "client {session} waits for room",
         " in room {room}",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
-from kvd.core.cache.lease import COPY, FETCH, MOVING
+from kvd.core.cache.lease import COPY, FETCH, MOVING, PIN
 from kvd.core.handoff.protocol import Decode
 from kvd.core.inspect.page_states import needed_nodes
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvd.core.leases.lease_table import LeaseTable
 
 
-UNDER_WAY = MOVING | {FETCH, COPY}
+UNDER_WAY = MOVING | {FETCH, COPY, PIN}
 """Holders for as long as something is under way for a lease: see ``Backrefs.under_way``."""
 
 Needs = tuple[Counter["RadixNode"], ...]
@@ -108,6 +108,8 @@ class Backrefs:
         """By lease id, what is under way for the sake of which such a holder is there."""
         if holder in MOVING:
             return self.moving
+        if holder == PIN:
+            return Counter([pin.lease.id for pin in self._node.pins.by_id.values()])
         return self.reads if holder == FETCH else self.engine_copies
 
     @property

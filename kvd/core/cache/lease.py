@@ -54,6 +54,9 @@ PROMOTION = "promotion"
 MOVING = frozenset({DEMOTION, PROMOTION})
 """Those of a move between the pool and a tier: it ends by its answer, or with that process."""
 
+PIN = "pin"
+"""The holder that wants a cached prefix found again, and gives way (``leases.pins``)."""
+
 UNPROVEN = "unproven"
 """The holder of pages that only leases of before a restart may still read."""
 

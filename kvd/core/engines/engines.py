@@ -25,6 +25,7 @@ from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.wire import client
 from kvd.wire.attach import CopyBegins, CopyEnds, CopyWaits, KeepsBlocks
+from kvd.wire.pins import PinPrefix, PrefetchPrompt, PrefixPinned, UnpinPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,6 +92,9 @@ class Engines(Verbs):
             client.AbortSend: sends.abort_send,
             client.KeepRoom: sends.keep_room,
             client.MatchPrefix: self._match,
+            PinPrefix: self._pin,
+            UnpinPrefix: self._unpin,
+            PrefetchPrompt: self._prefetch,
             client.AboutPrompt: self._about_prompt,
             client.ForgetPrompts: self._forget_prompts,
             client.FlushNamespace: self._flush_namespace,
@@ -233,6 +237,7 @@ class Engines(Verbs):
             who = self._sessions.by_id[session].name
             sends, out = self._prefiller, self._out
             begin_epoch(epochs, sends, out, base=base, epoch=epoch, who=who)
+            self._node.pins.epoch_over(keys_meant(base, self._leases.tree.roots))
             # Of no use to anybody from now on; what is locked goes when it is the oldest.
             report = self._flush(message.call, base)
         self._node.epoch_answers.answer(
@@ -291,7 +296,13 @@ class Engines(Verbs):
 
     # ---- routers -----------------------------------------------------------------------------
 
-    def _match(self, session: int, message: client.MatchPrefix, tokens: Tokens) -> Refusal | None:
+    def _prefetch(self, session: int, message: PrefetchPrompt, tokens: Tokens) -> Refusal | None:
+        self._node.tiers.promotions.prefetch(session, message.call, tokens, message.namespace)
+        return self._match(session, message, tokens)
+
+    def _match(
+        self, session: int, message: client.MatchPrefix | PrefetchPrompt, tokens: Tokens
+    ) -> Refusal | None:
         load = len(self._decoder.parts) + len(self._prefiller.rooms.by_room) + len(self._admission)
         # A question must not count as a use: a router that asks every node would keep everything
         # young.
@@ -311,6 +322,21 @@ class Engines(Verbs):
             ),
         )
         return None
+
+    def _pin(self, session: int, message: PinPrefix, tokens: Tokens) -> Refusal | None:
+        owner = message.owner or self._sessions.by_id[session].name
+        pin = self._node.pins.pin(session, owner, message.namespace, tokens, message.ttl_s)
+        if isinstance(pin, Refusal):
+            return pin
+        answer = PrefixPinned(call=message.call, pin=pin.id, tokens=pin.lease.prefix_tokens)
+        self._out.answer(session, answer)
+        return None
+
+    def _unpin(self, session: int, message: UnpinPrefix, _: Tokens) -> Refusal | None:
+        refusal = self._node.pins.unpin(message.pin, session)
+        if refusal is None:
+            self._out.answer(session, client.Done(message.call))
+        return refusal
 
     def _snapshot(self, session: int, message: client.GetSnapshot, _: Tokens) -> Refusal | None:
         self._out.answer(session, client.Snapshotted(message.call, snapshot(self._node)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd import __version__
+from kvd.core.cache.namespaces import told
 from kvd.core.inspect.evicted import eviction_state
 from kvd.core.inspect.rows import (
     client_rows,
@@ -21,13 +22,15 @@ from kvd.core.inspect.schema import CLIENT, LEASE, PEER, POOL, ROOM, WAITING
 from kvd.core.inspect.words import mark_words, node_word
 from kvd.core.tiers.demotion import NodeDemotion
 from kvd.core.tiers.promotion import PagePromotion, TierWait
-from kvd.wire.snapshot import LateMark, Snapshot, TierState, Totals
+from kvd.types import count
+from kvd.wire.snapshot import LateMark, PinState, Snapshot, TierState, Totals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.mark_waits import MarkWait
+    from kvd.core.leases.pins import PinRecord
     from kvd.core.tiers.tier import StorageTier
     from kvd.wire.snapshot import PoolState, RoomState, WaitingState
 
@@ -59,6 +62,8 @@ def snapshot(node: NodeView) -> Snapshot:
         pinned_bytes={name: got.pinned_bytes for name, got in node.ways.pinned.items()},
         tiers=tuple([tier_state(node, tier) for tier in node.tiers.each]),
         evictions=eviction_state(node),
+        pins=tuple([pin_state(node, pin) for pin in node.pins.by_id.values()]),
+        pins_gave_way=node.pins.gave_way,
         late_marks=tuple(_late_marks(node)),
     )
 
@@ -146,6 +151,21 @@ def tier_state(node: NodeView, tier: StorageTier) -> TierState:
         probes=counts.probes,
         probe_hits=counts.probe_hits,
         unasked=counts.unasked,
+    )
+
+
+def pin_state(node: NodeView, pin: PinRecord) -> PinState:
+    """One pin."""
+    return PinState(
+        pin=pin.id,
+        owner=pin.owner,
+        session=pin.session,
+        lease=pin.lease.id,
+        namespace=told(pin.lease.namespace),
+        tokens=pin.lease.prefix_tokens,
+        pages=count(pin.lease.page_table),
+        age_s=node.out.at_s - pin.since_s,
+        ttl_s=pin.until_s - node.out.at_s,
     )
 
 

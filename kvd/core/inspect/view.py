@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvd.core.leases.former_leases import FormerLeases
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.owners import Owners
+    from kvd.core.leases.pins import Pins
     from kvd.core.leases.retraction import Retractor
     from kvd.core.leases.sessions import Sessions
     from kvd.core.outbox import Outbox
@@ -79,6 +80,7 @@ class NodeView(Protocol):
     fetcher: Fetcher
     drainer: Drainer
     epochs: Epochs
+    pins: Pins
 
     # These two rank above this room, so only what is read of them is known here.
     @property

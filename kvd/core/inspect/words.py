@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.cache.lease import ARRIVAL, COPY, ENGINE, FETCH, FORMER_COPY, MOVING
+from kvd.core.cache.lease import ARRIVAL, COPY, ENGINE, FETCH, FORMER_COPY, MOVING, PIN
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.handoff.kept import told_keeping
 from kvd.core.handoff.parts import waits_for_others
@@ -64,7 +64,7 @@ def node_word(node: NodeView) -> str:
 
 
 def lease_word(lease: LeaseRecord) -> str:
-    """``held``, ``lingering``, ``moving``, ``quarantined``, or its stage of retraction."""
+    """``held``, ``lingering``, ``moving``, ``pinned``, ``quarantined`` or a stage of retraction."""
     if lease.quarantine is not None:
         return "quarantined"
     if lease.state is not LeaseStage.RUNNING:
@@ -72,6 +72,8 @@ def lease_word(lease: LeaseRecord) -> str:
         return word
     if not lease.holders.isdisjoint(MOVING):
         return "moving"
+    if PIN in lease.holders:
+        return "pinned"
     is_somebodys = ENGINE in lease.holders or ARRIVAL in lease.holders
     return "held" if is_somebodys else "lingering"
 
@@ -89,7 +91,7 @@ def lease_waits_for(node: NodeView, lease: LeaseRecord) -> str:
         return _STANDING_WAITS[lease.state]
     if not lease.holders.isdisjoint(MOVING):
         return tier_waits_for(node.tiers.moves.of_lease(lease.id))
-    return _running_waits_for(lease)
+    return _running_waits_for(node, lease)
 
 
 def death_of(session: Session) -> str:
@@ -109,7 +111,9 @@ def _former_waits_for(node: NodeView, lease: LeaseRecord) -> str:
     return "its engine to come back or to end" if is_away else "its engine to release it"
 
 
-def _running_waits_for(lease: LeaseRecord) -> str:
+def _running_waits_for(node: NodeView, lease: LeaseRecord) -> str:
+    if PIN in lease.holders:
+        return node.pins.words(lease)
     if ARRIVAL in lease.holders:
         return "the prompt's KV to arrive"
     if ENGINE in lease.holders:

@@ -33,7 +33,7 @@ from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.eviction import eviction_order
 from kvd.core.cache.evictions import FLUSH, MOST_FRESH, OPERATOR, Evictions
-from kvd.core.cache.lease import COPIES, COPY, ENGINE, OUTLIVING, Claimed, Shortage
+from kvd.core.cache.lease import COPIES, COPY, ENGINE, OUTLIVING, PIN, Claimed, Shortage
 from kvd.core.cache.lease_record import LeaseRecord, LeaseSends
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.cache.moved_pages import MovedPages
@@ -758,6 +758,16 @@ class LeaseTable:
         self.giving_way[lease.id] = lease
         self._may_go(lease)
 
+    def let_pin_give_way(self, lease: LeaseRecord) -> None:
+        """It is held by a pin, and by nobody else."""
+        lease.sends = LeaseSends()
+        self.let_give_way(lease, PIN)
+
+    def _idle(self) -> list[LeaseRecord]:
+        """Those that could go now, in the order in which they go: pins are the last."""
+        idle = [lease for lease in self.giving_way.values() if self._is_idle(lease)]
+        return sorted(idle, key=_is_pinned)
+
     def keep_for(self, lease: LeaseRecord, holder: str) -> None:
         """That holder needs it after all: its pages are going to be read."""
         sends = lease.sends
@@ -783,7 +793,7 @@ class LeaseTable:
         obtainable = self.headroom_pages
         if n_pages <= obtainable or not self.giving_way:
             return obtainable
-        idle = [lease for lease in self.giving_way.values() if self._is_idle(lease)]
+        idle = self._idle()
         # Not in vain: of leases that lie on one path this counts more than there is to gain.
         if sum([count(lease.page_table) for lease in idle]) < n_pages - obtainable:
             return obtainable
@@ -799,7 +809,7 @@ class LeaseTable:
         shortage = self.budgets.shortage(demand, promised)
         if shortage is None or not self.giving_way:
             return shortage
-        for lease in [lease for lease in self.giving_way.values() if self._is_idle(lease)]:
+        for lease in self._idle():
             self._go(lease)
             shortage = self.budgets.shortage(demand, promised)
             if shortage is None:
@@ -931,6 +941,10 @@ def _cut(claim: Claim, n_tokens: int) -> Claim:
     """The claim of its first tokens, which others will follow."""
     tokens = Tokens(claim.tokens[: n_tokens * ID_BYTES])
     return msgspec.structs.replace(claim, tokens=tokens, goes_on=True)
+
+
+def _is_pinned(lease: LeaseRecord) -> bool:
+    return PIN in lease.holders
 
 
 def _without(pages: Pages, gone: Pages) -> Pages:

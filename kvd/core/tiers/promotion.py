@@ -156,6 +156,8 @@ class Promotions:
         self.probes = Probes(tiers, leases.page_size * ID_BYTES, moves, out)
         self._coming: dict[bytes, PagePromotion] = {}
         """By key, what is being read."""
+        self._hints: dict[int, Claim] = {}
+        """By ticket, the prompt that goes on behind what is read, and that nobody waits for."""
 
     # ---- what is asked -----------------------------------------------------------------------
 
@@ -209,6 +211,34 @@ class Promotions:
             return None
         promotion.tier.counts.waits += 1
         return TierWait(claim, found.have_tokens, promotion, until_s)
+
+    def prefetch(self, session: int, call: int, tokens: Tokens, namespace: str) -> None:
+        """Begin to read what a tier has of a prompt that will be asked for; nobody waits for it.
+
+        A long one comes in several, as for who waits; where one of them finds no room, or comes to
+        nothing, the rest is read when it is asked for.
+        """
+        self._read_ahead(
+            Claim(
+                session=session,
+                call=call,
+                reason="prefetch",
+                room=0,
+                namespace=namespace,
+                tokens=tokens,
+                reserve_tokens=0,
+                priority=0,
+                cache=True,
+            )
+        )
+
+    def _read_ahead(self, claim: Claim) -> None:
+        found = self.look(claim.tokens, claim.namespace)
+        if found is None:
+            return
+        promotion = self._promotion_of(claim, found)
+        if promotion is not None:
+            self._hints[promotion.ticket] = claim
 
     def _ask(self, claim: Claim, deadline_s: float) -> TierWait | None:
         """Wait for what a tier that is shared says of the claim's prompt; None: go on."""
@@ -372,6 +402,9 @@ class Promotions:
         # Before the lease ends: what has come is locked by it, and now by them.
         self._admission.changed(move.name)
         self._leases.release(move.lease, PROMOTION, cause)
+        hint = self._hints.pop(move.ticket, None)
+        if hint is not None and n_cached:
+            self._read_ahead(hint)
 
     def _go_on(self, wait: TierWait, n_cached: int) -> None:
         """Wait for what follows, if there is more of it and time."""
