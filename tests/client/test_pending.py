@@ -100,7 +100,7 @@ def test_every_verb_can_be_begun(kind: type) -> None:
         *("flush", "new_epoch", "arena", "close", "safe"),
         *("extend", "slide", "fetch", "written", "commit", "retract", "resume", "release"),
         *("done", "cancel", "accepted", "advance", "finish", "abort"),
-        *("renew", "end"),
+        *("renew", "end", "pin", "unpin", "prefetch"),
     }
     own = vars(kind) if kind is not SyncReceive else vars(SyncArrival) | vars(kind)
     verbs = {name for name, found in own.items() if callable(found)}
