@@ -26,14 +26,18 @@ from kvd.core.inspect.rows import (
     send_row,
     waiting_rows,
 )
-from kvd.core.inspect.schema import CLIENT, LEASE, PEER, POOL, ROOM, WAITING
+from kvd.core.inspect.schema import CLIENT, LEASE, PEER, POOL, ROOM, WAITING, StateField
+from kvd.core.inspect.snapshot import tier_state
+from kvd.core.tiers.promotion import TierWait
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.console.context import Context
+    from kvd.core.inspect.view import NodeView
     from kvd.wire.console import Query
     from kvd.wire.events import HandoffEnded
+    from kvd.wire.snapshot import TierState
 
 MAX_DELIVERED = 200
 """Handoffs of the last minute that went well."""
@@ -149,6 +153,42 @@ def _waiting(context: Context, _: Query) -> Iterator[WaitingRow]:
         if row.lacks_pages:
             row.held_by = context.biggest.of(context.node, context.now_s, row.waiter.budget)
         yield row
+
+
+def _tiers(context: Context, _: Query) -> Iterator[TierState]:
+    yield from [tier_state(context.node, tier) for tier in context.node.tiers.each]
+
+
+def _longest_wait(node: NodeView, one: TierState) -> float | None:
+    """Since when the oldest of the requests waits that wait for what is read there."""
+    waiters = node.admission.side_queue.waiters.values()
+    waits = [(waiter.since_s, waiter.tier) for waiter in waiters]
+    found = [
+        at_s for at_s, wait in waits if isinstance(wait, TierWait) and wait.tier.name == one.tier
+    ]
+    return min(found, default=None)
+
+
+TIERS: View[TierState] = View(
+    "tiers",
+    (
+        StateField("tier", "text"),
+        StateField("state", "state"),
+        StateField("why", "text"),
+        StateField("objects", "pages", "", "what lies there"),
+        StateField("capacity_objects", "pages"),
+        StateField("read_tokens", "tokens", lambda node, one: one.read * node.leases.page_size),
+        StateField("read_bytes_per_s", "bytes"),
+        StateField("waits", "count", "", "requests that waited for it"),
+        StateField("hits", "count", "", "those of them that got pages"),
+        StateField("late", "count", "", "those whose time was over before"),
+        StateField("bad", "count", "", "pages that were not there, or did not verify"),
+        StateField("waiting", "count", "", "now"),
+        StateField("waiting_since", "since", _longest_wait, "the first of those"),
+    ),
+    objects=_tiers,
+    key=lambda one: f"tier:{one.tier}",
+)
 
 
 WAITING_REQUESTS: View[WaitingRow] = View(
