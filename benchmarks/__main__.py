@@ -22,6 +22,8 @@ SHORT_HELP = {
     "transformers": "A prompt at transformers' generate, found or saved.",
     "first_token": "From a prompt at one vLLM to the first token at another.",
     "tiers": "A tier on disk beside bare NIXL.",
+    "tier_trace": "A recorded load through pools with disks.",
+    "tier_beside": "Handoffs beside a tier that has all it can do.",
     "pull": "A cached prefix, pulled and handed over.",
     "console": "What consoles cost.",
     "compare": "This checkout beside another one.",

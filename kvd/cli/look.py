@@ -107,11 +107,16 @@ def peers_command(target: Target, form: str) -> None:
     render.answer(form, peers, render.peers(peers))
 
 
+EVICTED = "evicted"
+"""What is asked about as a whole."""
+
 NUMBERED = ("page", "node", "room", "lease", "receive", "send", "client")
 
 
 def _named(kind: str, one: str) -> Why:
     """What is asked: ``17`` or ``swa:17``, and for a peer its name."""
+    if kind == EVICTED:
+        return Why(CALL, kind, 0)
     if kind == "peer":
         return Why(CALL, kind, 0, name=one)
     component, _colon, digits = one.rpartition(":")
@@ -125,8 +130,8 @@ def _named(kind: str, one: str) -> Why:
 
 
 @click.command()
-@click.argument("kind", type=click.Choice([*NUMBERED, "peer"]))
-@click.argument("one", metavar="ID")
+@click.argument("kind", type=click.Choice([*NUMBERED, "peer", EVICTED]))
+@click.argument("one", metavar="ID", default="")
 @with_target
 @with_format
 def why_command(target: Target, form: str, kind: str, one: str) -> None:
@@ -136,7 +141,12 @@ def why_command(target: Target, form: str, kind: str, one: str) -> None:
 
     A handoff is a room, or one part of it: kvd why receive 4, kvd why send 4. Who takes part is
     asked for with kvd why client 3 and kvd why peer NAME.
+
+    What left the pool lately, for whom, and who missed it since: kvd why evicted
     """
+    if bool(one) is (kind == EVICTED):
+        msg = "kvd why evicted takes no ID" if one else f"which {kind}? kvd why {kind} ID"
+        raise click.UsageError(msg)
     asked = _named(kind, one)
     because = ask(target, asked, Because)
     ends: tuple[OtherEnd, ...] = ()

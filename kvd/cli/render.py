@@ -247,14 +247,14 @@ def _troubles(shot: Snapshot) -> list[Text]:
         for client in shot.clients
         if client.state == "hung-up-on"
     ]
-    quarantined = sum(pool.quarantined_pages for pool in shot.pools)
-    if quarantined:
+    found += [f"{clean(pair.why)}: kvd why evicted" for pair in shot.evictions.thrashing]
+    found += [f"{clean(mark.words)}: kvd why client {mark.session}" for mark in shot.late_marks[:4]]
+    if quarantined := sum(pool.quarantined_pages for pool in shot.pools):
         found.append(f"{quarantined} pages are quarantined, a remote may still write: kvd locks")
     if shot.waiting:
         longest_s = max(request.waited_s for request in shot.waiting)
         found.append(f"a request has waited {duration(longest_s)} for room: kvd locks")
-    healed = shot.totals.violations - shot.audit.findings
-    if healed > 0:
+    if (healed := shot.totals.violations - shot.audit.findings) > 0:
         found.append(f"{healed} rules were found broken, and are not any more: kvd audit")
     return [Text(f"! {line}", style="yellow") for line in found]
 

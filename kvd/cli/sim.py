@@ -27,6 +27,7 @@ from rich.table import Table
 from kvd.cli.exits import VerbFailed
 from kvd.cli.render import show
 from kvd.sim.cluster import HEADS, LAYERS, ROUTINGS, NodeShape, Replay, Routed, replay
+from kvd.sim.drive import DriveShape
 from kvd.sim.profile import MIXED, PROFILES
 from kvd.sim.runner import Ending, SimPlan, again, run_seed
 from kvd.trace import BadTrace, read_trace
@@ -114,6 +115,19 @@ _RATE = click.FloatRange(min=0.0, min_open=True)
     help="Tokens in each node's pool.",
 )
 @click.option(
+    "--disk-tokens",
+    type=click.IntRange(min=1024),
+    metavar="N",
+    help="Tokens in a tier below each pool; none by default.",
+)
+@click.option(
+    "--disk-rate",
+    type=_RATE,
+    default=20_000.0,
+    show_default=True,
+    help="Tokens a second that each tier reads or writes.",
+)
+@click.option(
     "--page",
     type=click.IntRange(1, 512),
     default=16,
@@ -154,6 +168,8 @@ def sim_command(  # noqa: PLR0913 - one parameter for each option
     profile: str,
     trace: Path | None,
     pool_tokens: int,
+    disk_tokens: int | None,
+    disk_rate: float,
     page: int,
     limit: int | None,
     prefill_rate: float,
@@ -175,6 +191,7 @@ def sim_command(  # noqa: PLR0913 - one parameter for each option
             prefill_tokens_per_s=prefill_rate,
             decode_tokens_per_s=decode_rate,
             speed=speed,
+            drive=DriveShape(disk_tokens, disk_rate) if disk_tokens else None,
         )
         _write(file, _replay_trace(trace, shape, limit))
         return
@@ -289,6 +306,7 @@ HEADINGS = (
     "requests",
     "refused",
     "reuse",
+    "from disk",
     "GB saved",
     "requests max/mean",
     "variation",
@@ -329,6 +347,7 @@ def _show_replay(result: Replay) -> None:
             f"{result.trace}: {result.requests} requests, {result.prompt_tokens} prompt tokens, "
             f"{shape.speed:g} times as fast as recorded; {shape.nodes} nodes of "
             f"{shape.pool_tokens} tokens in pages of {shape.page_tokens}"
+            + (f", on disk {shape.drive.tokens}" if shape.drive else "")
         ),
         title_justify="left",
         box=None,
@@ -339,6 +358,13 @@ def _show_replay(result: Replay) -> None:
     for routed in result.routings:
         table.add_row(*_row(routed))
     show(table)
+    of_drive: tuple[str, ...] = ()
+    if (drive := shape.drive) is not None:
+        of_drive = (
+            f"what is about to leave a pool is written to its disk at {drive.tokens_per_s:g} "
+            "tokens a second, after what is read; a request waits "
+            f"{drive.wait_s:g} s for its pages from there",
+        )
     for note in (
         "each node: the real tree, lease table and admission of a node; plain leases instead of "
         "handoffs",
@@ -346,6 +372,7 @@ def _show_replay(result: Replay) -> None:
         "second, one request after the other; wait: from arrival to that turn",
         f"each request then decodes at {shape.decode_tokens_per_s:g} tokens a second; its output "
         "is held, and not cached, because the trace does not say what it was",
+        *of_drive,
         f"bytes saved: KV of {LAYERS} layers and {HEADS} heads in bfloat16",
     ):
         click.echo(f"- {note}")
@@ -358,6 +385,7 @@ def _row(routed: Routed) -> tuple[str, ...]:
         f"{routed.requests}",
         f"{routed.refused}",
         f"{routed.reuse:.2%}",
+        f"{routed.promoted:.2%}",
         f"{routed.saved_bytes / GB:.1f}",
         *(f"{x:.2f}" for balance in balances for x in (balance.max_over_mean, balance.variation)),
         f"{routed.wait_p50_s:.3f}",

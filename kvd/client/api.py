@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import msgspec
 
 from kvd.client.arena import PageArena
-from kvd.client.arguments import names, opaque, seconds, whole
+from kvd.client.arguments import names, opaque, seconds, whole, wholes
 from kvd.client.attachment import ATTACH_WITHIN_S
 from kvd.client.connection import Connection
 from kvd.client.device_event import handle_of
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 
     from kvd.client.attachment import Attachment
+    from kvd.client.connection import Call
     from kvd.client.device_event import WhenWritten
     from kvd.client.handoff import KeptRoom, Outcome
     from kvd.client.lease_key import LeaseKey
@@ -301,37 +302,33 @@ class Node:
                 ``bad-keys``, ``bad-tokens``; ``not-supported`` by an older daemon for a promise.
         """
         prompt = address_of(self._pools, tokens, keys, extra_keys)
-        reserve = whole(reserve_tokens, "reserve_tokens")
+        reserve, rank, step, promise = wholes(
+            reserve_tokens=reserve_tokens,
+            priority=priority,
+            step_tokens=step_tokens,
+            promise_tokens=promise_tokens,
+        )
         if not prompt.frame and not reserve:
             raise KvdError(_of_nothing("lease", "give tokens, or reserve_tokens"))
-        opening = wire.OpenLease(
-            call=self._port.connection.next_call(),
-            namespace=namespace,
-            reserve_tokens=reserve,
-            priority=whole(priority, "priority"),
-            deadline_s=deadline_s,
-            cache=cache,
-            step_tokens=whole(step_tokens, "step_tokens"),
-            promise_tokens=whole(promise_tokens, "promise_tokens"),
-            tiers=tiers,
-        )
+        number, how = self._port.connection.next_call(), (cache, step, promise, tiers)
+        opening = wire.OpenLease(number, namespace, reserve, rank, deadline_s, *how)
         request = opening if hold == "all" else _prefix_of(opening, hold)
-        return await self._leasing(request, prompt, within(deadline_s))
+        call = await perform_about(self._port, request, prompt, within_s=within(deadline_s))
+        return self._leased(call, request, prompt)
 
-    async def _leasing(
-        self, request: wire.OpenLease | wire.HoldPrefix, prompt: PromptAddress, within_s: float
+    def _leased(
+        self, call: Call, request: wire.OpenLease | wire.HoldPrefix, prompt: PromptAddress
     ) -> Lease:
-        call = await perform_about(self._port, request, prompt, within_s=within_s)
         if call.lease is None:
             raise confused(request, call.answer.value)
         lease = Lease(self._port, self._pools, call.lease, prompt)
         if isinstance(request, wire.HoldPrefix):
             prompt.cut(call.lease.prefix_tokens)
-            return lease
-        unkept = _unkept(call.answer.value, request.promise_tokens)
-        if unkept is not None:
-            await lease.release()
-            raise KvdError(unkept)
+        elif request.promise_tokens:
+            unkept = _unkept(call.answer.value, request.promise_tokens)
+            if unkept is not None:
+                lease.leave()
+                raise KvdError(unkept)
         return lease
 
     async def arena(self, pages: int) -> PageArena:

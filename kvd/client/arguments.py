@@ -28,6 +28,18 @@ def whole(value: SupportsIndex, name: str) -> int:
         raise _bad(name, value, "it is a whole number") from None
 
 
+def wholes(**values: SupportsIndex) -> list[int]:
+    """Several of them, in that order, each by the name of its field.
+
+    Raises:
+        KvdError: as ``whole``, for the first that is none.
+    """
+    try:
+        return list(map(operator.index, values.values()))
+    except TypeError:
+        return [whole(value, name) for name, value in values.items()]
+
+
 def seconds(value: SupportsFloat, name: str) -> float:
     """A length of time.
 

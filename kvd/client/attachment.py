@@ -100,8 +100,10 @@ class Attachment:
 
     def _take(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._news = select.poll()
-        self._news.register(sock, select.POLLIN)
+        news = select.poll()
+        news.register(sock, select.POLLIN)
+        self.has_news: Callable[[int], object] = news.poll
+        """Whether ``last_word`` may have one; it takes how long to wait for it. Every call asks."""
 
     def require(self, expects: Mapping[str, str | int] | None) -> None:
         """Leave where a pool is not what this engine says that it needs.
@@ -230,7 +232,7 @@ class Attachment:
 
     def last_word(self) -> Refusal | None:
         """Why the daemon hung up; None while it has not, which takes 2 us to see at most."""
-        if not self._news.poll(0):
+        if not self.has_news(0):
             return None
         word = self.hear()
         return word if isinstance(word, Refusal) else None

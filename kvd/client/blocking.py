@@ -6,18 +6,19 @@ import math
 import os
 import select
 import time
+from types import coroutine
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kvd.client.attachment import ATTACH_WITHIN_S, Attachment, ask, dial, take_answer, too_late
 from kvd.client.endpoint import attach_path
-from kvd.client.pending import PendingCall, SlotWait
 from kvd.client.session_sockets import SessionSockets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from socket import socket
 
     from kvd.client.connection import Connection
+    from kvd.client.pending import PendingCall, SlotWait
     from kvd.client.state import Slot
     from kvd.wire.attach import Attach, Join
 
@@ -94,6 +95,7 @@ class BlockingChannel:
     ) -> None:
         """Takes the attachment over. ``waits_for_return``: as long as a call that finds it away."""
         self._connection = connection
+        self._attachment = attachment
         self._waits_for_return = waits_for_return
         self._meets_within_s = MEET_WITHIN_S if waits_for_return else MISS_MEET_WITHIN_S
         self._ready = select.epoll()
@@ -137,9 +139,11 @@ class BlockingChannel:
         if sockets.stream.unsent_bytes:
             sockets.mend(self._meets_within_s)
 
-    def wait(self, slot: Slot[Any], within_s: float) -> SlotWait:
+    @coroutine
+    def wait(self, slot: Slot[Any], within_s: float) -> Generator[SlotWait, None, None]:
         """Say what the verb waits for; it goes on once ``slot`` is filled or the time is up."""
-        return SlotWait(slot, time.monotonic() + within_s)
+        if slot.value is None:
+            yield slot, time.monotonic() + within_s
 
     def look(self) -> None:
         """Nobody else looks between two calls.
@@ -147,8 +151,9 @@ class BlockingChannel:
         One that is away is stepped towards by whoever waits for it, or pumps; where nobody ever
         waits, by every call.
         """
-        if self._waits_for_return or not self._sockets.is_away:
-            self._sockets.look()
+        sockets = self._sockets
+        if self._waits_for_return or sockets.way is None:
+            sockets.look()
         else:
             self._turn(0.0)
 
@@ -216,7 +221,7 @@ class BlockingChannel:
 
     def pump(self) -> list[PendingCall[Any]]:
         """Do all that there is to do now; the begun calls that have ended since they were told."""
-        self._sockets.require_own()
+        self._attachment.require_own()
         self._is_pumping = True
         try:
             if self._bell is not None:
@@ -269,7 +274,8 @@ class BlockingChannel:
 
     def _turn(self, within_s: float) -> bool:
         """Do what there is to do, once something has come, or the time is up; whether there was."""
-        self._sockets.require_own()
+        if not self._attachment.is_own:
+            self._attachment.require_own()
         if self._is_read_left:
             self._is_read_left = False
             self._sockets.read()
@@ -283,7 +289,7 @@ class BlockingChannel:
                 self._writers[fd]()
             if events & ~select.EPOLLOUT and fd in self._readers:
                 self._readers[fd]()
-        if self._step_s <= time.monotonic():
+        if self._step_s < math.inf and self._step_s <= time.monotonic():
             self._step_s = math.inf
             self._sockets.step()
             return True

@@ -49,7 +49,6 @@ from kvd.client.state import (
     ReceiveState,
     SendState,
     Slot,
-    tiers_of,
 )
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
@@ -58,28 +57,8 @@ from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, readable_replies
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from kvd.client.state import Answer
     from kvd.types import Tokens
-
-Answer = (
-    wire.Leased
-    | wire.PageTable
-    | wire.Done
-    | wire.Receiving
-    | wire.Sending
-    | wire.Finished
-    | wire.MatchReply
-    | wire.Snapshotted
-    | wire.Retracted
-    | wire.Resumed
-    | wire.FetchReply
-    | wire.FlushReport
-    | wire.RoomKept
-)
-
-INDIFFERENT = frozenset(
-    {wire.MatchReply, wire.Snapshotted, wire.FetchReply, wire.FlushReport, wire.RoomKept, Refusal}
-)
-"""Answers that change no record."""
 
 CHANGES_ROWS = (
     wire.CommitLease
@@ -91,11 +70,14 @@ CHANGES_ROWS = (
 )
 """Calls by which a lease gives pages away: a commit does, for equal ones that are cached."""
 
-ENDS_SENDS = wire.Finish | wire.AbortSend | wire.FinishAndRelease
+ENDS_SENDS = frozenset({wire.Finish, wire.AbortSend, wire.FinishAndRelease})
 """Calls behind whose answer a send is over."""
 
-RELEASES = wire.ReleaseLease | wire.CommitAndRelease | wire.ReleaseUpTo
+RELEASES = frozenset({wire.ReleaseLease, wire.CommitAndRelease, wire.ReleaseUpTo})
 """Calls that end a lease and do nothing else: they have no answer but that it is over."""
+
+ENDS_LEASES = RELEASES | {wire.FinishAndRelease}
+"""Calls behind whose answer a lease is over; so it is behind some hand-overs."""
 
 WAITS = wire.OpenLease | wire.ReceiveRequest | wire.ResumeLease | wire.HandOver
 """Calls that wait at the daemon, for room or for a peer, and can be cancelled there."""
@@ -127,15 +109,16 @@ class Call:
     ``receive`` and ``send`` are the records that its answer opened.
     """
 
-    __slots__ = ("answer", "is_abandoned", "lease", "receive", "request", "send")
+    receive: ReceiveState | None = None
+    send: SendState | None = None
+    is_abandoned = False
+    releases_anyway = False
+    """Whether its lease is to be released, too, where this is refused."""
 
     def __init__(self, request: wire.Request, lease: LeaseView | None) -> None:
         self.request = request
         self.lease = lease
-        self.receive: ReceiveState | None = None
-        self.send: SendState | None = None
         self.answer: Slot[Answer | Refusal] = Slot()
-        self.is_abandoned = False
 
 
 class Connection:
@@ -173,7 +156,17 @@ class Connection:
             wire.SendFailed: self._send_failed,
             wire.LeaseLost: self._lease_lost,
             wire.Events: self._happened,
-            wire.Several: self._several,
+        }
+        # What an answer changes, beside its call; those that are not here change nothing.
+        self._appliers: dict[type, Callable[[Call, Any], None]] = {
+            wire.Leased: self._leased,
+            wire.PageTable: self._paged,
+            wire.Done: self._ended,
+            wire.Receiving: self._receiving,
+            wire.Sending: self._sending,
+            wire.Finished: self._finished,
+            wire.Retracted: self._retracted,
+            wire.Resumed: self._resumed,
         }
 
     @property
@@ -265,6 +258,7 @@ class Connection:
             if not call.is_abandoned:
                 # The daemon may have read it all the same: what it grants is of nobody here.
                 call.answer.put(refusal)
+                self._release_anyway(call)
                 self.abandon(call)
 
     # ---- the ends of the daemon ------------------------------------------------------------------
@@ -331,7 +325,7 @@ class Connection:
         for call in calls.values():
             if self._away is not None and call.lease is not None and _ends_lease(call.request):
                 self._lease_ended(call.lease)
-                if isinstance(call.request, RELEASES):
+                if type(call.request) in RELEASES:
                     call.answer.put(wire.Done(call.request.call))
             call.answer.put(refusal)
         receives = [*self._receives.values(), *self._in_doubt.values()]
@@ -362,18 +356,12 @@ class Connection:
             replies, unreadable = readable_replies(frames[0])
             self.unreadable_messages += unreadable
             message = wire.Several(tuple(replies))
-        self._take(message)
-
-    def _several(self, message: wire.Several) -> None:
-        for one in message.replies:
-            self._take(one)
-
-    def _take(self, message: Any) -> None:
-        taker = self._takers.get(type(message))
-        if taker is not None:
-            taker(message)
-        else:
-            self._settle(message.call, message)
+        for reply in message.replies if type(message) is wire.Several else (message,):
+            taker = self._takers.get(type(reply))
+            if taker is None:
+                self._settle(reply.call, reply)  # type: ignore[union-attr, arg-type]
+            else:
+                taker(reply)
 
     def _accepted(self, push: wire.Accepted) -> None:
         if push.send in self._sends:
@@ -404,9 +392,10 @@ class Connection:
         call = self._calls.pop(number, None)
         if call is None:
             return
-        if type(answer) not in INDIFFERENT:
+        apply = self._appliers.get(type(answer))
+        if apply is not None:
             try:
-                self._apply(call, answer)
+                apply(call, answer)
             except Exception:
                 # Whoever reads the socket gets the bug; whoever waits for the call, an end.
                 call.answer.put(_not_applied(call.request, answer))
@@ -414,59 +403,68 @@ class Connection:
         call.answer.put(answer)
         if call.is_abandoned:
             self._undo(call, answer)
+        elif type(answer) is Refusal:
+            self._release_anyway(call)
 
-    def _apply(self, call: Call, answer: Answer | Refusal) -> None:
-        # Those of every request are told apart first: each pattern costs.
-        if type(answer) is wire.Done:
-            self._ended(call)
-            return
-        match answer:
-            case wire.Leased(_, number, prefix_tokens, pages, beside):
-                call.lease = self._opened(number, prefix_tokens, pages, beside)
-                call.lease.tiers = tiers_of(answer)
-            case wire.PageTable(_, first, pages, beside) if call.lease is not None:
-                call.lease.replace(first, pages, beside)
-            case wire.Retracted() if call.lease is not None:
-                call.lease.retracted()
-            case wire.Resumed() if call.lease is not None:
-                call.lease.resumed(
-                    prefix_tokens=answer.prefix_tokens,
-                    kv_tokens=answer.kv_tokens,
-                    pages=answer.pages,
-                    beside=answer.beside,
-                )
-            case wire.Receiving(_, number, prefix_tokens, prompt_tokens):
-                # Asked again with its request id it is the same one, and its outcome comes once.
-                known = self._receives.get(number)
-                is_in_arena = isinstance(call.request, wire.ReceiveRequest) and call.request.arena
-                call.receive = known or ReceiveState(
-                    number, prefix_tokens, prompt_tokens, is_in_arena=bool(is_in_arena)
-                )
-                self._receives[number] = call.receive
-                call.receive.promoted_tokens = answer.promoted_tokens
-                call.receive.callers += 1
-            case wire.Sending(_, number):
-                call.send = self._sends.get(number) or SendState(number)
-                self._sends[number] = call.send
-                call.send.callers += 1
-            case wire.Finished():
-                if answer.kept_s:
-                    self._note_kept(call.request)
-                self._ended(call)
-            case _:
-                pass
+    def _leased(self, call: Call, answer: wire.Leased) -> None:
+        call.lease = lease = self._leases[answer.lease] = LeaseView(
+            answer.lease,
+            prefix_tokens=answer.prefix_tokens,
+            pages=answer.pages,
+            beside=answer.beside,
+        )
+        if answer.promoted_tokens or answer.tier_tokens:  # as of few leases
+            lease.tiers = LeaseTiers(answer.promoted_tokens, answer.tier_tokens, answer.tier_ms)
 
-    def _ended(self, call: Call) -> None:
+    def _paged(self, call: Call, answer: wire.PageTable) -> None:
+        if call.lease is not None:
+            call.lease.replace(answer.first, answer.pages, answer.beside)
+
+    def _retracted(self, call: Call, _: wire.Retracted) -> None:
+        if call.lease is not None:
+            call.lease.retracted()
+
+    def _resumed(self, call: Call, answer: wire.Resumed) -> None:
+        if call.lease is not None:
+            call.lease.resumed(answer)
+
+    def _receiving(self, call: Call, answer: wire.Receiving) -> None:
+        # Asked again with its request id it is the same one, and its outcome comes once.
+        number = answer.receive
+        known = self._receives.get(number)
+        is_in_arena = isinstance(call.request, wire.ReceiveRequest) and call.request.arena
+        call.receive = known or ReceiveState(
+            number, answer.prefix_tokens, answer.prompt_tokens, is_in_arena=bool(is_in_arena)
+        )
+        self._receives[number] = call.receive
+        call.receive.promoted_tokens = answer.promoted_tokens
+        call.receive.callers += 1
+
+    def _sending(self, call: Call, answer: wire.Sending) -> None:
+        call.send = self._sends.get(answer.send) or SendState(answer.send)
+        self._sends[answer.send] = call.send
+        call.send.callers += 1
+
+    def _finished(self, call: Call, answer: wire.Finished) -> None:
+        if answer.kept_s:
+            self._note_kept(call.request)
+        self._ended(call, answer)
+
+    def _ended(self, call: Call, _: wire.Done | wire.Finished) -> None:
         """What the request was about is over: its record is no longer fed."""
-        request = call.request
-        if isinstance(request, ENDS_SENDS):
-            self._sends.pop(request.send, None)
-        if call.lease is not None and _ends_lease(request):
-            self._lease_ended(call.lease)
+        request, lease = call.request, call.lease
+        if type(request) in ENDS_SENDS:
+            self._sends.pop(request.send, None)  # type: ignore[union-attr]
+        if lease is not None and _ends_lease(request):
+            self._lease_ended(lease)
 
     def _lease_ended(self, lease: LeaseView) -> None:
         lease.is_released = True
         self._leases.pop(lease.number, None)
+
+    def _release_anyway(self, call: Call) -> None:
+        if call.releases_anyway and call.lease is not None:
+            self.tell(wire.ReleaseLease(self.next_call(), call.lease.number))
 
     def _received(self, push: wire.Received | wire.ReceiveFailed) -> None:
         """A receive ended. A lease that nobody asked for any more goes back at once."""
@@ -478,7 +476,9 @@ class Connection:
                 state.safe.put(push)
             case wire.Received(_, lease, pages, beside=beside):
                 if state is not None and not state.is_unwanted:
-                    state.lease = self._opened(lease, state.prefix_tokens, pages, beside)
+                    state.lease = self._leases[lease] = LeaseView(
+                        lease, prefix_tokens=state.prefix_tokens, pages=pages, beside=beside
+                    )
                     state.lease.tiers = LeaseTiers(state.promoted_tokens)
                     state.outcome.put(push)
                     return
@@ -507,13 +507,6 @@ class Connection:
         state = self._in_doubt.pop(push.receive, None)
         if state is not None and state.safe is not None:
             state.safe.put(push)
-
-    def _opened(
-        self, number: int, prefix_tokens: int, pages: bytes, beside: tuple[bytes, ...]
-    ) -> LeaseView:
-        lease = LeaseView(number, prefix_tokens=prefix_tokens, pages=pages, beside=beside)
-        self._leases[number] = lease
-        return lease
 
     # ---- undoing ---------------------------------------------------------------------------------
 
@@ -578,7 +571,7 @@ class Connection:
 def _ends_lease(request: wire.Request) -> bool:
     if type(request) is wire.HandOver:
         return request.ends_lease
-    return isinstance(request, RELEASES) or type(request) is wire.FinishAndRelease
+    return type(request) in ENDS_LEASES
 
 
 def _not_applied(request: wire.Request, answer: object) -> Refusal:

@@ -147,13 +147,31 @@ def _open(place: DeviceMemory) -> _Opened:
         with runtime.on(device):
             address = runtime.open(device, place.handle)
             is_of_host = runtime.side(address) is MemorySide.HOST
+            # What is on another device opens too, where the two reach each other: every access
+            # would cross between them, and nobody would be told.
+            found = device if is_of_host else runtime.device_of(address)
+            if found != device:
+                runtime.close(address)
+                raise _elsewhere(runtime, place, device, found)
     except CudaError as exc:
         raise _failure(
             Code.UNREACHABLE,
-            f"{exc}: the daemon may just have ended; in a container, it must share the daemon's "
-            "pid and ipc namespaces",
+            f"opening the pool on the device at {place.bus_id}, cuda:{device} here: {exc}: the "
+            "daemon may just have ended; in a container, it must share the daemon's pid and ipc "
+            "namespaces",
         ) from exc
     return _Opened(runtime, device, address, is_of_host=is_of_host)
+
+
+def _elsewhere(runtime: Runtime, place: DeviceMemory, device: int, found: int | None) -> KvdError:
+    """The handle is of memory on another device than the daemon says."""
+    where = "on no device" if found is None else f"on cuda:{found}, at {runtime.bus_id(found)}"
+    return _failure(
+        Code.LAYOUT_MISMATCH,
+        f"the daemon gave {place.component} of pool {place.pool} as memory of the device at "
+        f"{place.bus_id}, cuda:{device} here, and what its handle opens is {where}: nothing is "
+        "read or written there; restart the daemon, and see kvd doctor there",
+    )
 
 
 def _close(runtime: Runtime, device: int, address: int) -> None:

@@ -11,6 +11,9 @@ from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
 from kvd.wire.codec import CLIENT_REQUESTS, MAX_HEADER_BYTES
 
+_ENCODE: Final = CLIENT_REQUESTS.encode
+_READ: Final = msgspec.msgpack.Decoder(wire.Request).decode
+
 if TYPE_CHECKING:
     from kvd.types import Tokens
 
@@ -18,10 +21,21 @@ if TYPE_CHECKING:
 def frames_of(request: wire.Request, tokens: Tokens | None, max_frame_bytes: int) -> list[bytes]:
     """The frames of a request; ``tokens`` are those of one that has a tokens frame.
 
+    The header is read back once: a field of the wrong type is the caller's to know.
+
     Raises:
         KvdError: a field has the wrong type, or a frame is longer than the daemon reads.
     """
-    header = _header(request)
+    try:
+        header = _ENCODE(request)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise _bad(request, _unwritable(request) or str(exc)) from exc
+    try:
+        _READ(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        read = CLIENT_REQUESTS.decode(header)
+        why = read.message if isinstance(read, Refusal) else str(exc)
+        raise _bad(request, _flaw(request, why)) from None
     max_header_bytes = min(max_frame_bytes, MAX_HEADER_BYTES)
     if len(header) > max_header_bytes:
         raise _too_long(request, len(header), max_header_bytes)
@@ -30,18 +44,6 @@ def frames_of(request: wire.Request, tokens: Tokens | None, max_frame_bytes: int
     if len(tokens) > max_frame_bytes:
         raise _too_long(request, len(tokens), max_frame_bytes)
     return [header, tokens]
-
-
-def _header(request: wire.Request) -> bytes:
-    """The request as a frame, read back once: a field of the wrong type is the caller's to know."""
-    try:
-        header = CLIENT_REQUESTS.encode(request)
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise _bad(request, _unwritable(request) or str(exc)) from exc
-    read = CLIENT_REQUESTS.decode(header)
-    if isinstance(read, Refusal):
-        raise _bad(request, _flaw(request, read.message))
-    return header
 
 
 _PLACE: Final = re.compile(r"^.*: (?P<why>.*) - at `\$(?P<path>[^`]*)`$", re.DOTALL)

@@ -18,7 +18,6 @@ from kvd.wire import client as wire
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvd.client.connection import Call
     from kvd.client.device_event import WhenWritten
     from kvd.client.lease_key import LeaseKey
     from kvd.client.pool import Pools
@@ -143,7 +142,7 @@ class Lease:
                 ``unknown-session``, ``client-gone``, or ``unreachable`` after ``Node.close``.
         """
         self._check_runs()
-        return self._state.pages
+        return np.frombuffer(self._state.row, dtype="<i4")
 
     @property
     def key(self) -> LeaseKey:
@@ -156,7 +155,7 @@ class Lease:
             KvdError: as ``pages``.
         """
         self._check_runs()
-        return self._pools.key_of(self.id, self._state.version)
+        return self._pools.key_of(self._state.number, self._state.version)
 
     def pages_of(self, component: str) -> NDArray[np.int32]:
         """Page ids of one component: int32, one dimension, read-only; 0 means no page.
@@ -496,13 +495,7 @@ class Lease:
         except KvdError:
             port.tell(wire.ReleaseLease(connection.next_call(), self._state.number))
         else:
-            call.answer.wake_with(lambda: self._left(call))
-
-    def _left(self, call: Call) -> None:
-        """Where it could not be committed, it is to be released yet."""
-        if isinstance(call.answer.value, Refusal):
-            connection = self._port.connection
-            connection.tell(wire.ReleaseLease(connection.next_call(), self.id))
+            call.releases_anyway = True
 
     async def _release_lost(self) -> None:
         """The pages of before the restart are used no more; a daemon that is away hears it later.

@@ -34,16 +34,6 @@ class LeaseKey(msgspec.Struct, frozen=True):
     version: int
 
 
-def key_of(attached: Attached, lease: int, version: int) -> LeaseKey:
-    """The key of a lease of that session, as it is now."""
-    return LeaseKey(
-        session=attached.session,
-        incarnation=attached.incarnation,
-        lease=lease,
-        version=version,
-    )
-
-
 def is_ours(check: Callable[[LeaseKey], None], key: LeaseKey) -> bool:
     """Whether ``check`` has nothing against that key."""
     try:

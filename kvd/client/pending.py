@@ -14,12 +14,13 @@ from __future__ import annotations
 import inspect
 import math
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Generator
+    from collections.abc import Callable, Coroutine
 
     from kvd.client.state import Slot
 
@@ -28,18 +29,8 @@ S = TypeVar("S")
 P = ParamSpec("P")
 
 
-class SlotWait:
-    """What a verb waits for: ``slot``, until ``until_s``."""
-
-    __slots__ = ("slot", "until_s")
-
-    def __init__(self, slot: Slot[Any], until_s: float) -> None:
-        self.slot = slot
-        self.until_s = until_s
-
-    def __await__(self) -> Generator[SlotWait, None, None]:
-        if self.slot.value is None:
-            yield self
+SlotWait = tuple["Slot[Any]", float]
+"""What a verb waits for: that slot, until then."""
 
 
 class CallDriver(Protocol):
@@ -81,19 +72,37 @@ class PendingCall(Generic[T]):
     Whoever drops one without a word leaves it to go on: ``cancel`` it to have it undone.
     """
 
-    __slots__ = ("_awaited", "_driver", "_error", "_outcome", "_undo", "_verb")
+    __slots__ = (
+        "_driver",
+        "_error",
+        "_handle",
+        "_outcome",
+        "_slot",
+        "_undo",
+        "_until_s",
+        "_verb",
+        "_wake",
+    )
 
     def __init__(
         self,
         driver: CallDriver,
-        verb: Coroutine[Any, Any, T],
+        verb: Coroutine[Any, Any, Any],
         undo: Callable[[T], object] | None = None,
+        handle: Callable[[Any, CallDriver], T] | None = None,
     ) -> None:
-        """Use ``begin_lease`` and its like. ``undo``: gives back an outcome that nobody took."""
+        """Use ``begin_lease`` and its like.
+
+        ``undo``: gives back an outcome that nobody took. ``handle``: makes the outcome of what the
+        verb returns; else it is that.
+        """
         self._driver = driver
-        self._verb: Coroutine[Any, Any, T] | None = verb
+        self._verb: Coroutine[Any, Any, Any] | None = verb
         self._undo = undo
-        self._awaited: SlotWait | None = None
+        self._handle = handle
+        self._slot: Slot[Any] | None = None
+        """It waits for this, until ``_until_s``."""
+        self._until_s = 0.0
         self._outcome: T | None = None
         self._error: BaseException | None = None
         if not self._step(verb):
@@ -110,11 +119,12 @@ class PendingCall(Generic[T]):
         Raises:
             KvdError: the call ended in it; so it does each time it is asked.
         """
-        awaited = self._awaited
-        if self._verb is not None and awaited is not None and awaited.slot.value is None:
-            self._driver.glance()
-        if not self.advance():
-            return None
+        slot, verb = self._slot, self._verb
+        if verb is not None and slot is not None:
+            if slot.value is None:
+                self._driver.glance()
+            if not (self.advance() if slot.value is None else self._step(verb)):
+                return None
         return self._told()
 
     def wait(self, within_s: float) -> T | None:
@@ -124,8 +134,8 @@ class PendingCall(Generic[T]):
             KvdError: the call ended in it; so it does each time it is asked.
         """
         end_s = time.monotonic() + within_s
-        while not self.advance() and self._awaited is not None:
-            self._driver.block(self._awaited.slot, min(end_s, self._awaited.until_s))
+        while not self.advance() and self._slot is not None:
+            self._driver.block(self._slot, min(end_s, self._until_s))
             if not self.advance() and time.monotonic() >= end_s:
                 return None
         return self._told()
@@ -164,27 +174,29 @@ class PendingCall(Generic[T]):
 
     def advance(self) -> bool:
         """Take note of what has been read; whether it has ended."""
-        verb, awaited = self._verb, self._awaited
-        if verb is None or awaited is None:
+        verb, slot = self._verb, self._slot
+        if verb is None or slot is None:
             return True
-        if awaited.slot.value is None and not self._driver.is_over:
-            if time.monotonic() < awaited.until_s:
+        if slot.value is None and not self._driver.is_over:
+            if time.monotonic() < self._until_s:
                 return False
             # Its engine may have looked away for longer than that: what has come in time lies in
             # the socket, and is read before it is said that nothing has.
             self._driver.glance()
-            if awaited.slot.value is None:
-                awaited.slot.forget(self._wake)
+            if slot.value is None:
+                slot.forget(self._wake)
         return self._step(verb)
 
-    def _step(self, verb: Coroutine[Any, Any, T]) -> bool:
+    def _step(self, verb: Coroutine[Any, Any, Any]) -> bool:
         """Go on with the verb until it waits or has ended; whether it has."""
+        slot: Slot[Any]
         try:
-            awaited: SlotWait = verb.send(None)
-            while awaited.slot.value is not None:
-                awaited = verb.send(None)
+            slot, until_s = verb.send(None)
+            while slot.value is not None:
+                slot, until_s = verb.send(None)
         except StopIteration as end:
-            self._outcome = end.value
+            made = self._handle
+            self._outcome = end.value if made is None else made(end.value, self._driver)
             self._end(None)
             return True
         except KvdError as error:
@@ -193,19 +205,18 @@ class PendingCall(Generic[T]):
         except BaseException as error:
             self._end(error)
             raise
-        self._awaited = awaited
-        awaited.slot.wake_with(self._wake)
+        self._slot, self._until_s = slot, until_s
+        self._wake = partial(self._driver.woke, self)
+        slot.wake_with(self._wake)
         return False
-
-    def _wake(self) -> None:
-        self._driver.woke(self)
 
     def _end(self, error: BaseException | None) -> None:
         verb, self._verb, self._error = self._verb, None, error
-        if self._awaited is not None:
-            if self._awaited.slot.value is None:
-                self._awaited.slot.forget(self._wake)
-            self._awaited = None
+        if self._slot is not None:
+            if self._slot.value is None:
+                self._slot.forget(self._wake)
+            self._slot = None
+            del self._wake  # it holds this call
             self._driver.ended(self)
         if verb is not None:
             verb.close()

@@ -9,7 +9,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from kvd.client.device_mapping import DeviceMapping
-from kvd.client.lease_key import key_of
+from kvd.client.lease_key import LeaseKey
 from kvd.client.mapping import Mapping
 from kvd.client.rows import Along, ComponentRow
 from kvd.errors import Code, KvdError, Refusal
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvd.client.attachment import Attachment
-    from kvd.client.lease_key import LeaseKey
     from kvd.wire.memory import ComponentMemory, PoolMemory, ShardPlace, TensorPlace
 
 
@@ -254,7 +253,8 @@ class Pools:
 
     def key_of(self, lease: int, version: int) -> LeaseKey:
         """The key of a lease, with the session and the life of the daemon that are now."""
-        return key_of(self._attachment.attached, lease, version)
+        attached = self._attachment.attached
+        return LeaseKey(attached.session, attached.incarnation, lease, version)
 
     def pool(self, name: object) -> Pool:
         """The pool of that name.

@@ -17,8 +17,8 @@ from kvd.errors import Code, KvdError, Refusal
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-    from kvd.client.connection import Answer, Call, Connection, KnownPrompt
-    from kvd.client.state import News, Record, Slot
+    from kvd.client.connection import Call, Connection, KnownPrompt
+    from kvd.client.state import Answer, News, Record, Slot
     from kvd.types import Tokens
     from kvd.wire import client as wire
 
@@ -78,6 +78,8 @@ class Port:
         """The session, for refusals."""
         self.connection = connection
         self._channel = channel
+        self.look = channel.look
+        """Take note of it if the daemon has hung up since the last call."""
         self._return_within_s = return_within_s
 
     async def perform(
@@ -211,10 +213,6 @@ class Port:
         call = connection.begin(request, tokens, about)
         self._channel.flush()
         return call
-
-    def look(self) -> None:
-        """Take note of it if the daemon has hung up since the last call."""
-        self._channel.look()
 
     def tell(self, request: wire.Request) -> None:
         """Send a request whose answer nobody needs."""

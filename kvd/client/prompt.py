@@ -52,15 +52,21 @@ class PromptAddress:
         extra_keys: ExtraKeys | None = None,
     ) -> None:
         self._page_tokens = page_tokens
+        self.n_tokens = 0
+        self.handle: Prompt | None = None
+        self._is_begun = False
+        self._extra: ExtraKeys | None = None
         self._has_keys = keys is not None
+        if keys is None and extra_keys is None and tokens is not None:
+            self.frame = token_frame(tokens)  # as nearly all are
+            self.n_tokens = len(self.frame) // ID_BYTES
+            self._is_begun = True
+            return
         # A copy: an engine may fill one mapping anew for each prompt, and what this one is found by
         # later must not change with it.
         self._extra = extra_keys
         if extra_keys is not None and isinstance(extra_keys, Mapping):
             self._extra = dict(extra_keys)
-        self.n_tokens = 0
-        self.handle: Prompt | None = None
-        self._is_begun = False
         if keys is None and tokens is None:
             raise _bad("neither tokens nor keys: one of them says which prompt it is")
         self.frame = self.following(tokens, keys)
@@ -75,25 +81,25 @@ class PromptAddress:
         Raises:
             KvdError: ``bad-keys``, ``bad-tokens``.
         """
-        if keys is not None and tokens is not None and len(tokens):
-            raise _bad("both tokens and keys: a prompt has one or the other")
         if keys is None:
-            frame = token_frame(() if tokens is None else tokens)
-            if not frame:
-                return frame
-            if self._has_keys:
-                raise _bad("tokens after page keys: go on with keys")
-            if self._extra is None:
-                return frame
-            extra = self._extra_of(count(frame))
-            if not _says_something(extra):
-                return frame
-            return _sound(page_address.with_extra(frame, extra, self._page_tokens, self.n_tokens))
+            frame = NO_TOKENS if tokens is None else token_frame(tokens)
+            is_plain = self._extra is None and not self._has_keys
+            return frame if is_plain or not frame else self._with_extra(frame)
+        if tokens is not None and len(tokens):
+            raise _bad("both tokens and keys: a prompt has one or the other")
         if not self._has_keys and self.n_tokens:
             raise _bad("page keys after tokens: go on with tokens")
         if _says_something(self._extra):
             raise _bad("extra keys beside page keys: put what they say into the keys")
         return _sound(page_address.of_keys(keys, self._page_tokens))
+
+    def _with_extra(self, frame: Tokens) -> Tokens:
+        if self._has_keys:
+            raise _bad("tokens after page keys: go on with keys")
+        extra = self._extra_of(count(frame))
+        if not _says_something(extra):
+            return frame
+        return _sound(page_address.with_extra(frame, extra, self._page_tokens, self.n_tokens))
 
     def copy(self) -> PromptAddress:
         """One that goes on by itself from where this one is."""

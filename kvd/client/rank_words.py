@@ -140,6 +140,11 @@ class RankWords:
         """Readable when something has come."""
         return self._attachment.fileno()
 
+    @property
+    def hears_waits(self) -> bool:
+        """Whether the daemon takes ``CopyWaits``; an older one would take it for garbage."""
+        return self._attachment.attached.hears_waits
+
     def require_own(self) -> None:
         """Refuse the child of a fork: what it says would be its parent's word."""
         self._attachment.require_own()

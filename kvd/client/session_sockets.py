@@ -95,12 +95,11 @@ class SessionSockets:
         """Nothing is dialed before ``open``."""
         self._endpoint = endpoint
         self._attachment = attachment
-        self.require_own = attachment.require_own
-        """Refuses a process that was forked from the one whose session it is."""
         self._connection = connection
         self._name = name
         self._watcher = watcher
-        self._way: WayBack | None = None
+        self.way: WayBack | None = None
+        """To a daemon that has ended; None while it is there."""
         self._watched_way = -1
         self._broken: ConnectionClosed | None = None
         """Why the stream was dialed again, until it is met; then calls of before it end."""
@@ -133,12 +132,12 @@ class SessionSockets:
     @property
     def is_away(self) -> bool:
         """Whether the daemon has ended, and is looked for."""
-        return self._way is not None
+        return self.way is not None
 
     @property
     def is_stopped(self) -> bool:
         """Whether the daemon's process is known to be stopped."""
-        return self._way is None and self._attachment.is_daemon_stopped()
+        return self.way is None and self._attachment.is_daemon_stopped()
 
     def close(self) -> None:
         """Leave the session; repeatable."""
@@ -149,11 +148,11 @@ class SessionSockets:
             self._close_copies()
             return
         self._forget_stream()
-        if self._way is None:
+        if self.way is None:
             self._unwatch_attachment()
         else:
             self._unwatch_way()
-            leave_next(self._way)
+            leave_next(self.way)
         self._attachment.close()
 
     def _close_copies(self) -> None:
@@ -162,8 +161,8 @@ class SessionSockets:
         Nothing is said, and nothing is unwatched: what watches may be its parent's, too.
         """
         self.stream.hang_up()
-        if self._way is not None:
-            self._way.close()
+        if self.way is not None:
+            self.way.close()
         self._attachment.close()
 
     # ---- out -------------------------------------------------------------------------------------
@@ -206,7 +205,7 @@ class SessionSockets:
         ``within_s``: for a handshake, once for each connection.
         """
         stream = self.stream
-        if not stream.has_waiting or self._way is not None or not self._attachment.is_own:
+        if not stream.has_waiting or self.way is not None or not self._attachment.is_own:
             return
         if stream.is_blocked:
             self.write()
@@ -268,7 +267,9 @@ class SessionSockets:
         """
         if not self._attachment.is_own:
             self._attachment.require_own()
-        if self._way is not None or self._connection.end is not None:
+        if self.way is not None or self._connection.end is not None:
+            return
+        if not self._attachment.has_news(0):
             return
         why = self._attachment.last_word()
         if why is None:
@@ -283,7 +284,7 @@ class SessionSockets:
             self._connection.fail_all(why)
             return
         path = attach_path(self._endpoint)
-        self._way = main_way(path, self._attachment, self._name, self._connection)
+        self.way = main_way(path, self._attachment, self._name, self._connection)
         self._connection.lost(why)
         self._watcher.step_after(0.0)
 
@@ -291,22 +292,22 @@ class SessionSockets:
 
     def hurry(self) -> None:
         """Somebody waits for the daemon that is away: try now, and begin with short pauses."""
-        if self._way is not None:
-            self._way.pause_s = 0.0
+        if self.way is not None:
+            self.way.pause_s = 0.0
             self._watcher.step_after(0.0)
 
     def step(self) -> None:
         """What it is time for: to dial again, or the next step of the way back."""
         if self._is_closed:
             return
-        way = self._way
+        way = self.way
         if way is None:
             if self.stream.fileno() < 0 and self._connection.end is None:
                 self._dial()
             return
         self._unwatch_way()
         if go_back(way, self._attachment, self._connection):
-            self._way = None
+            self.way = None
             self.stream = self._new_stream()
             self.open()
             self.flush()
@@ -360,7 +361,7 @@ class SessionSockets:
         was_met = self.stream.is_met
         self._forget_stream()
         self.look()
-        if self._way is None and self._connection.end is None:
+        if self.way is None and self._connection.end is None:
             self._broken = why
             self._lost_calls |= self._connection.under_way() - self.stream.unsent_calls()
             # At once, but not in circles: where it was never met, a pause comes first.

@@ -20,8 +20,26 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.wire.client import Accepted, Leased, PagesBack, Received
+    from kvd.wire import client as wire
+    from kvd.wire.client import Accepted, PagesBack, Received, Resumed
     from kvd.wire.events import Event
+
+    Answer = (
+        wire.Leased
+        | wire.PageTable
+        | wire.Done
+        | wire.Receiving
+        | wire.Sending
+        | wire.Finished
+        | wire.MatchReply
+        | wire.Snapshotted
+        | wire.Retracted
+        | wire.Resumed
+        | wire.FetchReply
+        | wire.FlushReport
+        | wire.RoomKept
+    )
+    """To a call."""
 
 T = TypeVar("T")
 
@@ -32,11 +50,9 @@ MAX_EVENTS: Final = 65_536
 class Slot(Generic[T]):
     """A value that comes once. It is kept when it comes before anyone waits for it."""
 
-    __slots__ = ("_wakes", "value")
-
-    def __init__(self) -> None:
-        self.value: T | None = None
-        self._wakes: list[Callable[[], None]] | None = None
+    # Of the class until they are otherwise: each request makes one, and calls nothing for it.
+    value: T | None = None
+    _wakes: list[Callable[[], None]] | None = None
 
     def put(self, value: T) -> None:
         """Fill the slot and wake who waits; the first value stays."""
@@ -77,13 +93,6 @@ class LeaseTiers(msgspec.Struct, frozen=True):
 NO_TIERS: Final = LeaseTiers()
 
 
-def tiers_of(answer: Leased) -> LeaseTiers:
-    """As the daemon has said it."""
-    if not answer.promoted_tokens and not answer.tier_tokens:
-        return NO_TIERS  # as of nearly every lease
-    return LeaseTiers(answer.promoted_tokens, answer.tier_tokens, answer.tier_ms)
-
-
 class LeaseView:
     """The pages of one lease, as the daemon last said; none while it is retracted.
 
@@ -92,6 +101,19 @@ class LeaseView:
     released: it is of before a restart; ``is_kept`` whether its pages are still kept for it then,
     ``is_row_known`` whether those are the pages here: no call that changes them was cut short.
     """
+
+    tiers = NO_TIERS
+    is_released = False
+    is_retracted = False
+    lost: Refusal | None = None
+    condemned: Refusal | None = None
+    """The daemon found it broken: its pages are not to be used any more."""
+    over: Refusal | None = None
+    """Why its session is: then its pages are nobody's here, whatever the daemon keeps."""
+    is_kept = True
+    is_row_known = True
+    version = 0
+    """Grows when pages that it had become others, so that numbers of before are wrong."""
 
     def __init__(
         self,
@@ -104,27 +126,16 @@ class LeaseView:
         self.number = number
         self.prefix_tokens = prefix_tokens
         self.kv_tokens = prefix_tokens
-        self.tiers = NO_TIERS
-        self.is_released = False
-        self.is_retracted = False
-        self.lost: Refusal | None = None
-        self.condemned: Refusal | None = None
-        """The daemon found it broken: its pages are not to be used any more."""
-        self.over: Refusal | None = None
-        """Why its session is: then its pages are nobody's here, whatever the daemon keeps."""
-        self.is_kept = True
-        self.is_row_known = True
-        self.version = 0
-        """Grows when pages that it had become others, so that numbers of before are wrong."""
-        self._pages = pages
+        self.row = pages
+        """The bytes of ``pages``."""
         self._beside = beside
 
     def replace(self, first: int, pages: bytes, beside: tuple[bytes, ...]) -> None:
         """The daemon's row from page index ``first`` on; the rows ``beside`` are whole."""
-        former, former_beside = self._pages, self._beside
-        self._pages = former[: first * ID_BYTES] + pages
+        former, former_beside = self.row, self._beside
+        self.row = former[: first * ID_BYTES] + pages
         self._beside = beside
-        if not self._pages.startswith(former) or any(
+        if not self.row.startswith(former) or any(
             not now.startswith(before) for before, now in zip(former_beside, beside, strict=False)
         ):
             self.version += 1
@@ -133,19 +144,17 @@ class LeaseView:
         """The daemon has taken the pages back."""
         self.is_retracted = True
         self.version += 1
-        self._pages = b""
+        self.row = b""
         self._beside = ()
 
-    def resumed(
-        self, *, prefix_tokens: int, kv_tokens: int, pages: bytes, beside: tuple[bytes, ...]
-    ) -> None:
+    def resumed(self, answer: Resumed) -> None:
         """It has pages again."""
         self.is_retracted = False
         self.version += 1
-        self.prefix_tokens = prefix_tokens
-        self.kv_tokens = kv_tokens
-        self._pages = pages
-        self._beside = beside
+        self.prefix_tokens = answer.prefix_tokens
+        self.kv_tokens = answer.kv_tokens
+        self.row = answer.pages
+        self._beside = answer.beside
 
     def lose(self) -> None:
         """The daemon has ended: from now on the lease can only be released."""
@@ -160,7 +169,7 @@ class LeaseView:
     @property
     def pages(self) -> NDArray[np.int32]:
         """The page ids, read-only; a later change makes a new array."""
-        return np.frombuffer(self._pages, dtype="<i4")
+        return np.frombuffer(self.row, dtype="<i4")
 
     @property
     def beside(self) -> tuple[NDArray[np.int32], ...]:

@@ -428,7 +428,7 @@ class SyncArena:
             deadline_s=deadline_s,
             request_id=request_id,
         )
-        return PendingCall(self._driver, self._received(verb), SyncArenaReceive.begin_cancel)
+        return PendingCall(self._driver, verb, SyncArenaReceive.begin_cancel, SyncArenaReceive)
 
     def begin_send(  # noqa: PLR0913 - as PageArena.send
         self,
@@ -459,7 +459,7 @@ class SyncArena:
             takers=takers,
             request_id=request_id,
         )
-        return PendingCall(self._driver, self._sent(verb), lambda send: send.begin_abort(UNDONE))
+        return PendingCall(self._driver, verb, _end_send, SyncSend)
 
     def begin_hand_over(  # noqa: PLR0913 - as PageArena.hand_over
         self,
@@ -504,12 +504,6 @@ class SyncArena:
     send = blocking(begin_send)
     hand_over = blocking(begin_hand_over)
     close = blocking_quietly(begin_close)
-
-    async def _received(self, verb: Coroutine[Any, Any, Receive]) -> SyncArenaReceive:
-        return SyncArenaReceive(await verb, self._driver)
-
-    async def _sent(self, verb: Coroutine[Any, Any, Send]) -> SyncSend:
-        return SyncSend(await verb, self._driver)
 
 
 class SyncEvents:
@@ -577,6 +571,10 @@ class SyncEvents:
 
 async def _next_of(events: AsyncGenerator[Event | EventsLost, None]) -> Event | EventsLost:
     return await events.__anext__()
+
+
+def _end_send(send: SyncSend) -> PendingCall[SyncSend]:
+    return send.begin_abort(UNDONE)
 
 
 def _wrapped(lease: Any) -> Lease:
@@ -750,7 +748,7 @@ class SyncNode:
             promise_tokens=promise_tokens,
             tiers=tiers,
         )
-        return PendingCall(self._channel, self._leased(verb), SyncLease.begin_release)
+        return PendingCall(self._channel, verb, SyncLease.begin_release, SyncLease)
 
     def begin_receive(  # noqa: PLR0913 - as Node.receive
         self,
@@ -793,7 +791,7 @@ class SyncNode:
             as_it_comes=as_it_comes,
             tiers=tiers,
         )
-        return PendingCall(self._channel, self._received(verb), SyncReceive.begin_cancel)
+        return PendingCall(self._channel, verb, SyncReceive.begin_cancel, SyncReceive)
 
     def begin_send(  # noqa: PLR0913 - as Node.send
         self,
@@ -826,7 +824,7 @@ class SyncNode:
             request_id=request_id,
             when_written=when_written,
         )
-        return PendingCall(self._channel, self._sent(verb), lambda send: send.begin_abort(UNDONE))
+        return PendingCall(self._channel, verb, _end_send, SyncSend)
 
     def begin_hand_over(  # noqa: PLR0913 - as Node.hand_over
         self,
@@ -867,7 +865,9 @@ class SyncNode:
 
     def begin_arena(self, pages: int) -> PendingCall[SyncArena]:
         """Begin ``Node.arena``."""
-        return PendingCall(self._channel, self._opened(pages), SyncArena.begin_close)
+        return PendingCall(
+            self._channel, self.wrapped.arena(pages), SyncArena.begin_close, SyncArena
+        )
 
     def begin_keep_room(self, room: int, ttl_s: float) -> PendingCall[KeptRoom]:
         """Begin ``Node.keep_room``."""
@@ -918,18 +918,6 @@ class SyncNode:
 
     def _run(self, verb: Coroutine[Any, Any, T]) -> T:
         return finished(PendingCall(self._channel, verb))
-
-    async def _opened(self, pages: int) -> SyncArena:
-        return SyncArena(await self.wrapped.arena(pages), self._channel)
-
-    async def _leased(self, verb: Coroutine[Any, Any, Lease]) -> SyncLease:
-        return SyncLease(await verb, self._channel)
-
-    async def _received(self, verb: Coroutine[Any, Any, Receive]) -> SyncReceive:
-        return SyncReceive(await verb, self._channel)
-
-    async def _sent(self, verb: Coroutine[Any, Any, Send]) -> SyncSend:
-        return SyncSend(await verb, self._channel)
 
 
 async def _or_miss(verb: Coroutine[Any, Any, Matched]) -> Matched:

@@ -39,8 +39,8 @@ def token_frame(tokens: TokenIds) -> Tokens:
     Raises:
         KvdError: ``bad-tokens``, with the first position that is none.
     """
-    if isinstance(tokens, list | tuple):
-        return _from_sequence(tokens)
+    if isinstance(tokens, (list, tuple)):
+        return _from_sequence(tokens) if tokens else NO_TOKENS
     if isinstance(tokens, np.ndarray):
         return _from_array(tokens)
     torch = sys.modules.get("torch")

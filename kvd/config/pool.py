@@ -149,8 +149,9 @@ def is_of_use(config: Config, key: str) -> bool:
             return config.pool.is_in_files
         case "pool.verify":
             return config.pool.is_kept
-        case _ if key.startswith("tiers.disk."):
-            return config.tiers_disk.directory is not None
+        case _ if key.startswith("tiers."):
+            disk, store = config.tiers_disk.directory, config.tiers_store.endpoint
+            return (disk if key.startswith("tiers.disk.") else store) is not None
         case _:
             section, _, name = key.rpartition(".")
             return section != "pool" or reason_out_of_place(config, name) is None

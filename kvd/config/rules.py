@@ -166,6 +166,25 @@ _TEXTS: dict[str, TextRule] = {
     ),
     "tiers.disk.size": _SIZE,
     "tiers.disk.max_moving": _SIZE,
+    "tiers.store.endpoint": text_rule(
+        _matches(r"https?://([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\])(:[0-9]{1,5})?"),
+        "write for example http://127.0.0.1:8333",
+    ),
+    "tiers.store.bucket": text_rule(
+        _matches(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"), "name the bucket, for example kvd"
+    ),
+    "tiers.store.prefix": text_rule(
+        _matches(r"[A-Za-z0-9_.=-]+(/[A-Za-z0-9_.=-]+)*"), "write for example kv/llama-70b-r3"
+    ),
+    "tiers.store.region": text_rule(_matches(r"[A-Za-z0-9-]+"), "write for example us-east-1"),
+    "tiers.store.credentials_file": text_rule(
+        _is_plain_directory, "write for example /etc/kvd/store.credentials"
+    ),
+    "tiers.store.profile": text_rule(_matches(r"[A-Za-z0-9_.-]+"), "write for example kvd"),
+    "tiers.store.ca_file": text_rule(
+        _is_plain_directory, "write for example /etc/kvd/store-ca.pem"
+    ),
+    "tiers.store.max_moving": _SIZE,
     "recorder.directory": text_rule(lambda text: text.startswith("/"), "begin it with /"),
 } | {f"pool.{key}": rule for row in POOLS.values() for key, rule in row.texts.items()}
 

@@ -136,6 +136,61 @@ class DiskTierSection(msgspec.Struct, frozen=True):
     """Bytes under way to there at a time, and as many from there: their pages are locked."""
 
 
+class StoreTierSection(msgspec.Struct, frozen=True):
+    """A tier in a store that speaks S3 and that nodes share: what one has written others find."""
+
+    endpoint: Annotated[
+        str | None,
+        rule("http://HOST:PORT or https://HOST, and nothing behind it"),
+        example("https://s3.eu-central-1.amazonaws.com"),
+    ] = None
+    """Where the store listens. Left out: there is no such tier."""
+    insecure: bool = False
+    """Speak http with a store on another host. Only where every host of the network is trusted."""
+    bucket: Annotated[str | None, rule("3 to 63 of a-z, 0-9, . and -"), example("kvd")] = None
+    """The bucket. It must be there; kvd makes none and removes nothing from it."""
+    prefix: Annotated[
+        str | None, rule("plain names with / between them"), example("kv/llama-70b-r3")
+    ] = None
+    """What names of objects begin with. Nodes that share pages have the same. Left out: nothing."""
+    region: Annotated[str, rule("a name like us-east-1")] = "us-east-1"
+    """Of the bucket, where the store asks for one."""
+    credentials_file: Annotated[
+        str | None,
+        rule("an absolute path; nobody but the user of the daemon may read it"),
+        example("/etc/kvd/store.credentials"),
+    ] = None
+    """File with the keys, as AWS's own tools have them. The storage process alone reads it. Left
+    out: AWS's chain is asked: environment, ~/.aws, the role of the host."""
+    profile: Annotated[str | None, rule("a plain name"), example("kvd")] = None
+    """Which profile of it. Left out: default, or AWS_PROFILE."""
+    ca_file: Annotated[str | None, rule("an absolute path"), example("/etc/kvd/store-ca.pem")] = (
+        None
+    )
+    """File with the certificates that an https store is believed by. Left out: those of the host.
+    """
+    ttl_s: Annotated[float, Meta(ge=60, le=31536000)] = 86400.0
+    """How long the bucket keeps an object: set its lifecycle to this or more. What this node knows
+    of the store it forgets as often, and asks again."""
+    demote: Literal["always", "second-use", "never"] = "second-use"
+    """As tiers.disk.demote."""
+    wait_s: Annotated[float, Meta(ge=0, le=600)] = 2.0
+    """As tiers.disk.wait_s."""
+    probe_s: Annotated[float, Meta(ge=0, le=60)] = 0.25
+    """How long a request waits at most to hear whether the store has its pages, where this node
+    does not know. 0: none waits; the next one that asks for the same is told."""
+    min_tokens: Annotated[int, Meta(ge=1, le=2**28)] = 256
+    """What of a prompt is shorter than this is not asked for: it is computed as soon."""
+    absent_s: Annotated[float, Meta(ge=0, le=86400)] = 10.0
+    """What was not there is not asked for again so long."""
+    answer_s: Annotated[float, Meta(ge=0.1, le=60)] = 3.0
+    """When the store has been silent for so long, what was asked of it is given up."""
+    deadline_s: Annotated[float, Meta(ge=5, le=3600)] = 60.0
+    """As tiers.disk.deadline_s."""
+    max_moving: Annotated[str, rule(SIZE_RULE)] = "64MiB"
+    """As tiers.disk.max_moving; the storage process has as much memory of its own, twice."""
+
+
 class EngineSection(msgspec.Struct, frozen=True):
     """What the engine on this pool does, declared so that what cannot work is refused at once."""
 
@@ -298,6 +353,7 @@ class Config(msgspec.Struct, frozen=True):
     pool: PoolSection
     cache: CacheSection
     tiers_disk: DiskTierSection = msgspec.field(name="tiers.disk")
+    tiers_store: StoreTierSection = msgspec.field(name="tiers.store")
     engine: EngineSection
     radix: RadixSection
     admission: AdmissionSection

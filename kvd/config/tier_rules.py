@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from kvd.config.pool import components, family_of, missing
 from kvd.config.pool_rules import RULES, over
@@ -18,9 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES"]
 
-_DISK = "tiers.disk"
-_DIRECTORY = f"{_DISK}.directory"
-_LEAVE = "or remove [tiers.disk]"
+_DISK, _STORE = "tiers.disk", "tiers.store"
+_DIRECTORY, _ENDPOINT = f"{_DISK}.directory", f"{_STORE}.endpoint"
+_LEAVE, _LEAVE_STORE = "or remove [tiers.disk]", "or remove [tiers.store]"
 _MODES = {
     "off": "nothing is cached, so nothing leaves the cache",
     "prefill-only": "there is no KV that could be kept",
@@ -35,24 +38,34 @@ def _without_directory(config: Config) -> Iterator[Breach]:
         yield Breach(f"{_DISK}.size", rule, f"set {_DIRECTORY}, {_LEAVE}")
 
 
-@over(_DIRECTORY, "pool.family", "pool.device", "cache.mode")
+def _places(config: Config) -> Iterator[tuple[str, str]]:
+    """Of each tier the key that says where it is, and its section."""
+    if config.tiers_disk.directory is not None:
+        yield _DIRECTORY, _DISK
+    if config.tiers_store.endpoint is not None:
+        yield _ENDPOINT, _STORE
+
+
+@over(_DIRECTORY, _ENDPOINT, "pool.family", "pool.device", "cache.mode")
 def _untiered(config: Config) -> Iterator[Breach]:
     """Storage reads and writes whole pages of host memory."""
-    if config.tiers_disk.directory is None:
-        return
-    if why := family_of(config.pool).untiered:
-        can = among([name for name, row in POOLS.items() if not row.untiered])
-        rule = f"is refused with pool.family = {config.pool.family}: {why}; only {can} have tiers"
-        yield Breach(_DIRECTORY, rule, "remove [tiers.disk]")
-    if config.pool.device != "cpu":
-        rule = (
-            f"is refused with pool.device = {config.pool.device}: storage reads and writes host "
-            "memory alone"
-        )
-        yield Breach(_DIRECTORY, rule, f'write pool.device = "cpu", {_LEAVE}')
-    if why := _MODES.get(config.cache.mode, ""):
-        rule = f"is refused with cache.mode = {config.cache.mode}: {why}"
-        yield Breach(_DIRECTORY, rule, f'set cache.mode = "radix", {_LEAVE}')
+    for place, section in _places(config):
+        leave = f"or remove [{section}]"
+        if why := family_of(config.pool).untiered:
+            can = among([name for name, row in POOLS.items() if not row.untiered])
+            rule = (
+                f"is refused with pool.family = {config.pool.family}: {why}; only {can} have tiers"
+            )
+            yield Breach(place, rule, f"remove [{section}]")
+        if config.pool.device != "cpu":
+            rule = (
+                f"is refused with pool.device = {config.pool.device}: storage reads and writes "
+                "host memory alone"
+            )
+            yield Breach(place, rule, f'write pool.device = "cpu", {leave}')
+        if why := _MODES.get(config.cache.mode, ""):
+            rule = f"is refused with cache.mode = {config.cache.mode}: {why}"
+            yield Breach(place, rule, f'set cache.mode = "radix", {leave}')
 
 
 @over(_DIRECTORY, f"{_DISK}.size", f"{_DISK}.max_moving")
@@ -71,13 +84,83 @@ def _bounded(config: Config) -> Iterator[Breach]:
         yield Breach(f"{_DISK}.size", rule, f"give more, or set {_DISK}.max_moving")
 
 
-@over(_DIRECTORY, f"{_DISK}.max_moving", "pool.family", "pool.page_size", "pool.layers")
+@over(
+    *(_DIRECTORY, f"{_DISK}.max_moving", _ENDPOINT, f"{_STORE}.max_moving"),
+    *("pool.family", "pool.page_size", "pool.layers"),
+)
 def _page_moves(config: Config) -> Iterator[Breach]:
     """One page can be under way."""
-    disk, pool = config.tiers_disk, config.pool
-    if disk.directory is None or family_of(pool).untiered or missing(pool):
+    pool = config.pool
+    if family_of(pool).untiered or missing(pool):
         return
     page_bytes = block_bytes(components(pool), shard_count(pool))
-    if (size_bytes(disk.max_moving) or 0) < page_bytes:
-        rule = f"must hold one page of this pool, which takes {page_bytes} bytes"
-        yield Breach(f"{_DISK}.max_moving", rule, f"give at least {-(-page_bytes // 1024)}KiB")
+    moving = {_DISK: config.tiers_disk.max_moving, _STORE: config.tiers_store.max_moving}
+    for _, section in _places(config):
+        if (size_bytes(moving[section]) or 0) < page_bytes:
+            rule = f"must hold one page of this pool, which takes {page_bytes} bytes"
+            fix = f"give at least {-(-page_bytes // 1024)}KiB"
+            yield Breach(f"{section}.max_moving", rule, fix)
+
+
+# ---- a store is beyond this host, and outlives it ------------------------------------------------
+
+
+@over(_ENDPOINT, f"{_STORE}.bucket", f"{_STORE}.credentials_file", f"{_STORE}.ca_file")
+def _complete(config: Config) -> Iterator[Breach]:
+    """A store has a bucket, and what it is shown is there and for nobody else."""
+    store = config.tiers_store
+    if store.endpoint is None:
+        for key, value in (("bucket", store.bucket), ("credentials_file", store.credentials_file)):
+            if value is not None:
+                rule = f"says nothing without {_ENDPOINT}: there is no such tier"
+                yield Breach(f"{_STORE}.{key}", rule, f"set {_ENDPOINT}, {_LEAVE_STORE}")
+        return
+    if store.bucket is None:
+        rule = f"needs {_STORE}.bucket: kvd makes none"
+        yield Breach(_ENDPOINT, rule, f"make a bucket and set {_STORE}.bucket")
+    if store.ca_file is not None and not os.path.exists(store.ca_file):
+        yield Breach(f"{_STORE}.ca_file", f"{store.ca_file} is not there", "name one that is")
+    if store.credentials_file is not None:
+        yield from _flaws_of_secret(store.credentials_file)
+
+
+def _flaws_of_secret(path: str) -> Iterator[Breach]:
+    """Nobody else may read it."""
+    key = f"{_STORE}.credentials_file"
+    try:
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+    except OSError as exc:
+        rule = f"{path} cannot be read: {exc.strerror}"
+        yield Breach(key, rule, "write it as AWS's own tools do, and chmod 0600")
+        return
+    if mode & 0o077:
+        yield Breach(
+            key, f"{path} has mode {mode:04o}, and others can read it", f"chmod 0600 {path}"
+        )
+
+
+@over(_ENDPOINT, f"{_STORE}.insecure")
+def _encrypted(config: Config) -> Iterator[Breach]:
+    """KV of prompts crosses no network in the clear unless somebody says that it may."""
+    store = config.tiers_store
+    if store.endpoint is None or store.insecure:
+        return
+    found = urlsplit(store.endpoint)
+    if found.scheme == "http" and found.hostname not in {"localhost", "127.0.0.1", "::1"}:
+        rule = "leaves this host in the clear: who listens has the KV of prompts, and may change it"
+        fix = (
+            f"write https://, or {_STORE}.insecure = true where every host of the network is "
+            "trusted"
+        )
+        yield Breach(_ENDPOINT, rule, fix)
+
+
+@over(_ENDPOINT, "cache.epochs_directory")
+def _keeps_epochs(config: Config) -> Iterator[Breach]:
+    """A store remembers what was cached before new weights; so must the node."""
+    if config.tiers_store.endpoint is not None and config.cache.epochs_directory is None:
+        rule = (
+            "needs cache.epochs_directory: the store outlives a restart of this host, and a node "
+            "that has forgotten the epoch of its weights would find there what older ones computed"
+        )
+        yield Breach(_ENDPOINT, rule, 'set cache.epochs_directory = "/var/lib/kvd"')

@@ -14,20 +14,36 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.console.concern import (
+    GRAVEST,
+    HIGH,
+    LOW,
+    MEDIUM,
+    Concern,
+    first_seen,
+    held_by,
+    open_biggest,
+)
+from kvd.console.engine_concerns import (
+    awaited_clients,
+    gone_clients,
+    hung_up_clients,
+    late_marks,
+    lingering,
+    old_leases,
+)
 from kvd.console.view import View
 from kvd.core.audit.rules import INVARIANTS
-from kvd.core.cache.lease import ENGINE
-from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.handoff.parts import ReceivePart
 from kvd.core.handoff.protocol import Decode, Prefill
-from kvd.core.inspect.rows import client_rows, waiting_rows
+from kvd.core.inspect.rows import waiting_rows
 from kvd.core.inspect.schema import StateField, session_name
 from kvd.core.inspect.words import asked_word, epochs_words
 from kvd.core.peers.peer import Agent, Life
 from kvd.text import amount, counted
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterator
 
     from kvd.console.context import Context
     from kvd.core.cache.lease import Writer
@@ -41,57 +57,6 @@ if TYPE_CHECKING:
     from kvd.wire.snapshot import AuditState
 
 
-HIGH, MEDIUM, LOW = "high", "medium", "low"
-GRAVEST = (HIGH, MEDIUM, LOW)
-
-
-class Concern(msgspec.Struct, frozen=True):
-    """What is not as it should be; a moment says since when, never an age.
-
-    ``subject`` is what to open: ``lease:7``, ``send:4``, ``peer:one``, ``pool:kv``, or empty for
-    the node itself. ``evidence`` are numbers and names, ``rule`` what should be so, ``action`` one
-    command of the console (``open lease:7``, ``fence``), or words. ``apart`` tells concerns of the
-    same kind about the same subject from each other.
-    """
-
-    severity: str
-    kind: str
-    subject: str
-    evidence: str
-    since_s: float
-    rule: str
-    action: str
-    apart: str = ""
-
-    @property
-    def key(self) -> str:
-        """The same from look to look."""
-        return f"concern:{self.kind}:{self.apart or self.subject}"
-
-
-def first_seen(context: Context, kind: str, apart: str = "") -> float:
-    """Since when looks have seen it; for what the node does not date itself."""
-    return context.since.of(f"concern:{kind}:{apart}", context.now_s)
-
-
-def held_by(context: Context, budget: str) -> str:
-    """Who holds the most pages of a component, living or not, for the evidence."""
-    found = context.biggest.of(context.node, context.now_s, budget)
-    return "; ".join([holder.who + (f" ({holder.state})" * bool(holder.state)) for holder in found])
-
-
-def open_biggest(context: Context, budget: str) -> str:
-    """What to open of a component that is short: who holds the most of it."""
-    found = context.biggest.of(context.node, context.now_s, budget)
-    return f"open {found[0].ref}" if found else f"open pool:{budget}"
-
-
-def pages_of(leases: Collection[LeaseRecord]) -> str:
-    """``2 leases with 7 pages``."""
-    pages = sum([lease.held_pages for lease in leases])
-    return f"{counted(len(leases), 'lease')} with {counted(pages, 'page')}"
-
-
 WAITS_S = 1.0
 LATE = 0.2
 """The last fifth of the time that a request has."""
@@ -99,12 +64,6 @@ SHORT = 0.05
 """A component that can give no more of its pages than this is about to make requests wait."""
 QUARANTINE_S = 2.0
 LONG_QUARANTINE_S = 5.0
-OLD_S = 60.0
-"""A lease of an engine that works is extended or committed more often than this."""
-OLD_UNCACHED_S = 600.0
-"""One that is not cached is not committed page by page: only a long time says anything."""
-LINGERS_S = 2.0
-AWAITED_S = 10.0
 
 
 def violations(context: Context) -> Iterator[Concern]:
@@ -232,145 +191,6 @@ def quarantines(context: Context) -> Iterator[Concern]:
             since_s=held.since_s,
             rule=f"a writer says within {QUARANTINE_S:g} s that it is done",
             action="fence" if is_long else f"open lease:{first.id}",
-        )
-
-
-def old_leases(context: Context) -> Iterator[Concern]:
-    """Leases that a living engine holds and has not touched for long, once for each engine."""
-    now_s, node = context.now_s, context.node
-    groups: dict[int, list[LeaseRecord]] = {}
-    kept: set[int] | None = None
-    for lease in node.leases.leases.values():  # in the order in which they were opened
-        if now_s - lease.since_s <= OLD_S:
-            break
-        untouched_s = now_s - lease.touched_s
-        if untouched_s <= OLD_S or lease.state is not LeaseStage.RUNNING:
-            continue
-        if (lease.cache or untouched_s > OLD_UNCACHED_S) and ENGINE in lease.holders:
-            kept = _kept_leases(node) if kept is None else kept
-            if lease.id not in kept and lease.holders == {ENGINE}:
-                groups.setdefault(lease.session, []).append(lease)
-    for session, group in groups.items():
-        client = node.sessions.by_id.get(session)
-        if client is None or not all(map(context.engines.is_alive, client.pids)):
-            continue  # told of the dead one
-        first = min(group, key=lambda lease: lease.touched_s)
-        ref = f"lease:{first.id}" if len(group) == 1 else f"client:{session}"
-        yield Concern(
-            severity=MEDIUM if node.admission.queue else LOW,
-            kind="old-lease",
-            subject=ref,
-            evidence=f"{client.name} {client.pids[0]} is there, and has neither extended nor "
-            f"committed {pages_of(group)}; longest lease {first.id} ({first.reason})",
-            since_s=first.touched_s,
-            rule=f"an engine touches a lease every {OLD_S:g} s, or releases it; one that waits "
-            "for its user may mean it, one that has forgotten it leaks",
-            action=f"open lease:{first.id}",
-        )
-
-
-def _kept_leases(node: NodeView) -> set[int]:
-    """Of rooms that are kept on purpose: their engines hold them for whoever receives them."""
-    parts = node.prefiller.rooms.by_room.values()
-    return {
-        part.engine.lease.id
-        for part in parts
-        if part.keeping is not None and part.engine is not None
-    }
-
-
-def lingering(context: Context) -> Iterator[Concern]:
-    """Leases whose engine let go, and whose pages are still read."""
-    for part in context.node.prefiller.rooms.by_room.values():
-        lease = part.engine.lease if part.engine is not None else None
-        # A room that is kept is to be there.
-        if lease is None or ENGINE in lease.holders or part.keeping is not None:
-            continue
-        ref = f"lease:{lease.id}"
-        since_s = first_seen(context, "lingering", ref)
-        if context.now_s - since_s > LINGERS_S:
-            yield Concern(
-                severity=LOW,
-                kind="lingering",
-                subject=ref,
-                evidence=f"{counted(lease.held_pages, 'page')}, released by "
-                f"{session_name(context.node, lease.session)} and still read by send {part.id} "
-                f"of room {part.room}",
-                since_s=since_s,
-                rule=f"a released lease is free within {LINGERS_S:g} s",
-                action=f"open send:{part.id}",
-            )
-
-
-def gone_clients(context: Context) -> Iterator[Concern]:
-    """Sessions with a dead process that still hold something."""
-    alive = context.engines.is_alive
-    suspects = [
-        session
-        for session in context.node.sessions.by_id.values()
-        if not (session.is_former or session.hang_up) and not all(map(alive, session.pids))
-    ]
-    held = client_rows(context.node) if suspects else {}
-    for session in suspects:
-        has = held[session.id]
-        if not (has.leases or has.receives or has.sends):
-            continue
-        gone = [pid for pid in session.pids if not alive(pid)]
-        living = [pid for pid in session.pids if alive(pid)]
-        by = f"pid {living[0]}" if living else "a process that inherited it"
-        ref = f"client:{session.id}"
-        yield Concern(
-            severity=HIGH if context.node.admission.queue else MEDIUM,
-            kind="client-gone",
-            subject=ref,
-            evidence=f"pid {gone[0]} of {session.name} is gone, its connection is kept open by "
-            f"{by}: {pages_of(has.leases)}, {counted(has.receives + has.sends, 'handoff')}",
-            since_s=first_seen(context, "client-gone", ref),
-            rule="what a dead engine held is released when its last process hangs up",
-            action=f"kill {living[0]}: what the session holds is released at once"
-            if living
-            else "stop the process that inherited it (ss -xp names it): all is released at once",
-        )
-
-
-def awaited_clients(context: Context) -> Iterator[Concern]:
-    """Engines of before the restart that have not come back, and whose pages are kept for them."""
-    node = context.node
-    if not node.former_leases.leases:
-        return
-    for session in node.sessions.by_id.values():
-        leases = node.former_leases.of_session(session.id) if session.is_former else []
-        if leases and context.now_s - session.since_s > AWAITED_S:
-            yield Concern(
-                severity=MEDIUM if node.admission.queue else LOW,
-                kind="awaited",
-                subject=f"client:{session.id}",
-                evidence=f"{session.name} {session.pids[0]} was there before the restart and has "
-                f"not come back: {pages_of(leases)} wait for it",
-                since_s=session.since_s,
-                rule=f"an engine that lives comes back within {AWAITED_S:g} s; what it held is "
-                "released when it does, or ends",
-                action=f"open client:{session.id}",
-            )
-
-
-def hung_up_clients(context: Context) -> Iterator[Concern]:
-    """Engines that kvd hung up on, which live and may write what they hold."""
-    node = context.node
-    for session in node.sessions.by_id.values():
-        if session.hang_up is None:
-            continue
-        leases = [lease for lease in node.leases.leases.values() if lease.session == session.id]
-        pids = " ".join(map(str, session.pids))
-        yield Concern(
-            severity=MEDIUM,
-            kind="hung-up-on",
-            subject=f"client:{session.id}",
-            evidence=f"kvd hung up on {session.name} {pids}: {session.hang_up.why.message}; "
-            f"{pages_of(leases)} stay held",
-            since_s=session.hang_up.since_s,
-            rule="a process that lives may write its pages, so they come back when it ends",
-            action=f"kill {pids}: what the session holds is released within 1 s",
         )
 
 
@@ -737,6 +557,7 @@ _LOOKS = (
     waiting,
     gone_clients,
     hung_up_clients,
+    late_marks,
     quarantines,
     awaited_clients,
     lingering,

@@ -293,13 +293,25 @@ class DropNamespace(msgspec.Struct, frozen=True, tag="DropNamespace"):
     namespace: str
 
 
+class Probe(msgspec.Struct, frozen=True, tag="Probe"):
+    """Find out how many of the first of these objects a tier that others write to has.
+
+    Say ``Probed``; it waits for no other order, and none for it.
+    """
+
+    ticket: int
+    tier: str
+    namespace: str
+    keys: bytes
+
+
 class RestartStorage(msgspec.Struct, frozen=True, tag="RestartStorage"):
     """Kill and reap the storage process, say ``StorageGone``, then start the next: a fence."""
 
     why: str
 
 
-StorageOrder = Demote | Promote | DropObjects | DropNamespace
+StorageOrder = Demote | Promote | DropObjects | DropNamespace | Probe
 """What goes to the storage process, as it stands and in this order."""
 
 TransferOrder = (

@@ -9,7 +9,7 @@ import msgspec
 from kvd.errors import Refusal
 from kvd.types import NO_TOKENS, Pages, Tokens
 from kvd.wire.admin import AdminRequest
-from kvd.wire.attach import CopyBegins, CopyEnds, KeepsBlocks
+from kvd.wire.attach import CopyBegins, CopyEnds, CopyWaits, KeepsBlocks
 from kvd.wire.client import Request, SayWritten
 from kvd.wire.peer import Message
 from kvd.wire.snapshot import RecorderState
@@ -143,7 +143,7 @@ class WorkerCopies(TimedInput, frozen=True, tag="WorkerCopies"):
 
     session: int
     worker: int
-    message: KeepsBlocks | CopyBegins | CopyEnds
+    message: KeepsBlocks | CopyWaits | CopyBegins | CopyEnds
     rank: int = 0
     """As which it has joined, of ``ranks``."""
     ranks: int = 1
@@ -448,6 +448,17 @@ class Promoted(TimedInput, frozen=True, tag="Promoted"):
     """Of the first bad one."""
 
 
+class Probed(TimedInput, frozen=True, tag="Probed"):
+    """The answer to a ``Probe``: so many of its first objects were there a moment ago.
+
+    ``why``: of the next one nobody knows; empty: it was not there, or there is none.
+    """
+
+    ticket: int
+    n_there: int
+    why: str = ""
+
+
 class StorageGone(TimedInput, frozen=True, tag="StorageGone"):
     """The storage process is reaped: nothing of it reads or writes a page any more."""
 
@@ -549,7 +560,7 @@ TransferReport = (
 )
 """What a transfer process says; the daemon stamps it with its own time."""
 
-StorageReport = Demoted | Promoted
+StorageReport = Demoted | Promoted | Probed
 """What a storage process says; the daemon stamps it with its own time."""
 
 Input = (

@@ -106,6 +106,7 @@ class NodeState(NodeParts):
             i.TierReady: self.tiers.ready,
             i.Demoted: self.tiers.demoted,
             i.Promoted: self.tiers.promoted,
+            i.Probed: self.tiers.probed,
             i.StorageGone: self.tiers.gone,
             i.Tick: self._tick,
             i.AuditTurn: self.audit.turn,

@@ -55,6 +55,16 @@ class TierSettings(msgspec.Struct, frozen=True):
     """An order without an answer for so long ends the storage process."""
     max_moving_bytes: int = 2**28
     """Under way at a time, each way."""
+    is_shared: bool = False
+    """Others write there too: what lies there is asked for, and nothing is removed for a bound."""
+    absent_s: float = 10.0
+    """How long what was not there is not asked for again; of one that is shared."""
+    lifetime_s: float = 0.0
+    """How long an object lies there from its writing on; 0: until it is removed."""
+    probe_s: float = 0.25
+    """How long a request waits to hear what is there; of one that is shared, as the next."""
+    least_bytes: int = 0
+    """Of token ids: what of a prompt is shorter is not asked for."""
 
 
 class Settings(msgspec.Struct, frozen=True):

@@ -20,9 +20,10 @@ from kvd.daemon import lock
 from kvd.daemon.listeners import own_directory
 from kvd.daemon.socket_activation import UnfitConfig
 from kvd.daemon.warm_restart import open_pool
+from kvd.families.budget import size_bytes
 from kvd.pools.arena import NotReserved
 from kvd.pools.build import device_bytes, reserved_bytes
-from kvd.storage.orders import DirectoryPlan, ObjectPart
+from kvd.storage.orders import DirectoryPlan, ObjectPart, StorePlan
 from kvd.storage.process import StorageProcess
 from kvd.transfer.orders import NO_FD, RegionPlan
 from kvd.transfer.process import TransferProcess
@@ -34,11 +35,12 @@ if TYPE_CHECKING:
     from kvd.daemon.systemd import Systemd
     from kvd.daemon.warm_restart import OpenPool
     from kvd.pools.build import PoolRegion
+    from kvd.storage.orders import TierPlan
     from kvd.transfer.child import WorkerChild
 
 FIRST_GENERATION = 1
-DISK = "disk"
-"""The tier of [tiers.disk]."""
+DISK, STORE = "disk", "store"
+"""The tiers of [tiers.disk] and [tiers.store]."""
 
 
 class Launch:
@@ -75,7 +77,7 @@ class Launch:
             _planned(region, in_huge_pages=in_huge_pages) for region in pool.memory.placed
         ]
         self.first = self._process(FIRST_GENERATION, child)
-        self._disk = config.tiers_disk.directory
+        self._tiers = _tier_plans(config)
 
     def process(self, generation: int) -> TransferProcess:
         """The transfer process of this generation, to be started."""
@@ -84,7 +86,7 @@ class Launch:
     @property
     def has_tiers(self) -> bool:
         """Whether there is anything below the pool."""
-        return self._disk is not None
+        return bool(self._tiers)
 
     def storage(self, generation: int) -> StorageProcess:
         """The storage process of this generation, to be started; there are tiers."""
@@ -102,7 +104,7 @@ class Launch:
             [region for region in self._regions if region.name in names],
             parts,
             layout=layout_digest(spec).hex(),
-            tiers=[] if self._disk is None else [DirectoryPlan(DISK, self._disk)],
+            tiers=self._tiers,
             keep_open=(self._lock_fd, *self.pool.memory.keeper.keep_open),
         )
 
@@ -119,6 +121,29 @@ class Launch:
             keep_open=(self._lock_fd, *self.pool.memory.keeper.keep_open),
             child=child,
         )
+
+
+def _tier_plans(config: Config) -> list[TierPlan]:
+    """Where the storage process keeps objects."""
+    disk, store = config.tiers_disk.directory, config.tiers_store
+    plans: list[TierPlan] = [] if disk is None else [DirectoryPlan(DISK, disk)]
+    if store.endpoint is not None:
+        plans.append(
+            StorePlan(
+                tier=STORE,
+                endpoint=store.endpoint,
+                bucket=str(store.bucket),
+                prefix=store.prefix or "",
+                region=store.region,
+                credentials_file=store.credentials_file,
+                profile=store.profile,
+                ca_file=store.ca_file,
+                answer_s=store.answer_s,
+                deadline_s=store.deadline_s,
+                max_bytes=size_bytes(store.max_moving) or 0,
+            )
+        )
+    return plans
 
 
 def _planned(region: PoolRegion, *, in_huge_pages: bool) -> RegionPlan:

@@ -406,6 +406,7 @@ class SessionEntries:
             version=__version__,
             endpoint=self._memory.endpoint,
             socket_file=_file_of(self._memory.endpoint),
+            hears_waits=True,
         )
         fds = self._memory.fds
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else []

@@ -12,12 +12,12 @@ from kvd.core.cache.eviction import Policy
 from kvd.core.layout.spec import lockstep_bytes
 from kvd.core.settings import CacheMode, Demotion, DialRule, Settings, TierSettings
 from kvd.curve import KeyFlaw, PeerKeys, read_pair
-from kvd.daemon.launch import DISK
+from kvd.daemon.launch import DISK, STORE
 from kvd.daemon.session_entries import AttachLimits
 from kvd.daemon.socket_activation import UnfitConfig
 from kvd.families.budget import size_bytes
 from kvd.storage.objects import object_bytes
-from kvd.types import NodeName
+from kvd.types import ID_BYTES, NodeName
 from kvd.wire.bounds import MAX_PEER_BYTES
 from kvd.wire.peer import Integrity
 from kvd.zmtp.bounds import BOUNDS, Bounds
@@ -69,24 +69,47 @@ TIER_SHARE = 8
 """Of the pool's pages one in so many may be on its way to a tier, and as many from there."""
 
 
+STORE_KNOWN = 131072
+"""Objects of a store that a node knows of at a time; what it does not it asks for."""
+
+
 def _tiers(config: Config, spec: PoolSpec) -> tuple[TierSettings, ...]:
-    """What lies below the pool."""
-    disk = config.tiers_disk
-    if disk.directory is None:
-        return ()
+    """What lies below the pool, the nearest first."""
+    disk, store = config.tiers_disk, config.tiers_store
     page_bytes = lockstep_bytes(spec)
     most_moving = max(page_bytes, page_bytes * spec.pages[0] // TIER_SHARE)
-    return (
-        TierSettings(
-            name=DISK,
-            capacity_bytes=size_bytes(str(disk.size)) or 0,
-            object_bytes=object_bytes(page_bytes),
-            demotion=Demotion(disk.demote),
-            wait_s=disk.wait_s,
-            deadline_s=disk.deadline_s,
-            max_moving_bytes=min(size_bytes(disk.max_moving) or 0, most_moving),
-        ),
-    )
+    one_bytes = object_bytes(page_bytes)
+    tiers = []
+    if disk.directory is not None:
+        tiers.append(
+            TierSettings(
+                name=DISK,
+                capacity_bytes=size_bytes(str(disk.size)) or 0,
+                object_bytes=one_bytes,
+                demotion=Demotion(disk.demote),
+                wait_s=disk.wait_s,
+                deadline_s=disk.deadline_s,
+                max_moving_bytes=min(size_bytes(disk.max_moving) or 0, most_moving),
+            )
+        )
+    if store.endpoint is not None:
+        tiers.append(
+            TierSettings(
+                name=STORE,
+                capacity_bytes=STORE_KNOWN * one_bytes,
+                object_bytes=one_bytes,
+                demotion=Demotion(store.demote),
+                wait_s=store.wait_s,
+                deadline_s=store.deadline_s,
+                max_moving_bytes=min(size_bytes(store.max_moving) or 0, most_moving),
+                is_shared=True,
+                absent_s=store.absent_s,
+                lifetime_s=store.ttl_s,
+                probe_s=store.probe_s,
+                least_bytes=store.min_tokens * ID_BYTES,
+            )
+        )
+    return tuple(tiers)
 
 
 def _dials(config: Config) -> DialRule:

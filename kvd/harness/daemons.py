@@ -14,6 +14,7 @@ import contextlib
 import http.client
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -117,6 +118,8 @@ class DaemonProcess:
         """Read by it too; what is set here is stronger."""
         self._log = self.directory / "log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._children: list[int] = []
+        """Descriptors of its processes, from when it was asked to end."""
 
     @property
     def pid(self) -> int:
@@ -232,20 +235,31 @@ class DaemonProcess:
         """Of its recorder process."""
         return self._child("kvd.recorder")
 
+    def _child_pids(self) -> list[int]:
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+        return [int(pid) for pid in children.read_text("ascii").split()]
+
     def _child(self, module: str) -> int:
-        for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text("ascii").split():
+        for pid in self._child_pids():
             with contextlib.suppress(OSError):  # a child may end meanwhile
                 if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                    return int(pid)
+                    return pid
         raise self.failed(f"has no child that runs {module}")
 
     def ask_to_stop(self) -> None:
         """Ask it to end, and wait for nothing."""
         if self.is_running and self._process is not None:
+            for child in self._child_pids():
+                with contextlib.suppress(OSError):  # it may end meanwhile
+                    self._children.append(os.pidfd_open(child))
             self._process.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """Ask it to end; enforce it after a while. Repeatable, and legal before the start."""
+        """Ask it to end; enforce it after a while. Repeatable, and legal before the start.
+
+        Its processes have ended too when this returns: a recorder writes what it has seen into the
+        directory when the daemon is gone.
+        """
         self.ask_to_stop()
         if self._process is None:
             return
@@ -253,6 +267,11 @@ class DaemonProcess:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self.kill()
+        children, self._children = self._children, []
+        until_s = time.monotonic() + STOP_S
+        for child in children:
+            select.select([child], [], [], max(0.0, until_s - time.monotonic()))
+            os.close(child)
 
     def kill(self) -> None:
         """End it at once, as a crash would."""

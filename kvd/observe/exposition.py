@@ -320,6 +320,9 @@ def _of_node(node: Snapshot) -> Iterator[Metric]:
     yield gauge("kvd_inflight_handoffs", "Handoffs under way.", under_way, ("role",))
     yield gauge("kvd_waiting_requests", "Requests that wait for room.", len(node.waiting))
     yield gauge("kvd_engine_clients", "Engine sessions.", len(node.clients))
+    late = Counted((mark.device or "cpu",) for mark in node.late_marks)
+    doc = "Copies of engines that wait for their mark, longer than a second."
+    yield gauge("kvd_engine_late_marks", doc, late, ("device",))
     draining = "1 while this node begins nothing new."
     yield gauge("kvd_draining", draining, int(node.drain is not None))
     restarted = "Generation of the transfer process; a step says that it was restarted."
@@ -328,6 +331,11 @@ def _of_node(node: Snapshot) -> Iterator[Metric]:
     if pinned:
         what = "Host memory of a region that is registered with CUDA, for copies of devices."
         yield gauge("kvd_pinned_bytes", what, pinned, ("region",))
+    missed = {("any",): node.evictions.hurt, ("60s",): node.evictions.hurt_soon}
+    what = "Requests that found gone what was evicted or flushed before."
+    yield total("kvd_missed_evicted", what, missed, ("within",))
+    thrashing = "Pairs of engines of which one evicts what the other asks for again soon."
+    yield gauge("kvd_thrashing", thrashing, len(node.evictions.thrashing))
     yield total("kvd_events", "Events since the daemon began.", node.last_event)
     yield gauge("kvd_last_event_seq", "Number of the last event.", node.last_event)
     yield gauge("kvd_audit_findings", "Rules that are broken now; must stay 0.", audit.findings)

@@ -67,6 +67,7 @@ LEVELS = {
     "peer-draining": "warning",
     "tier-down": "warning",
     "tier-away": "warning",
+    "cache-thrashing": "warning",
     "config-refused": "warning",
     "violation": "error",
     "violation-healed": "warning",

@@ -31,8 +31,8 @@ FIRST = "kv"
 MAX_PARTS = 65_536
 """Parts whose last transition is remembered, should an end never be told."""
 
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""What the configuration allows as a name; reasons, codes and operations are names too."""
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
+"""What the configuration allows as a name; reasons, codes, operations and ``cuda:0`` are too."""
 
 Labels = tuple[str, ...]
 
@@ -185,8 +185,8 @@ class _CopyFamilies(_HandoffFamilies):
         )
         self.engine_copy_seconds = Histograms(
             "kvd_engine_copy_seconds",
-            "How long each waited for its mark, and moved.",
-            ("way", "stage"),
+            "How long each waited for its mark, waited in all until bytes moved, and moved.",
+            ("way", "device", "stage"),
             bounds=FAST_S,
         )
 
@@ -356,8 +356,10 @@ class Metrics(_CopyFamilies):
         way, device = event.way, event.device or "cpu"
         self.engine_copies.add(1, way, device, "failed" if event.why else "done")
         self.engine_copy_bytes.add(event.n_bytes, way, device)
-        self.engine_copy_seconds.of(way, "wait").observe(event.waited_us / 1e6)
-        self.engine_copy_seconds.of(way, "move").observe(event.moved_us / 1e6)
+        seconds = self.engine_copy_seconds
+        seconds.of(way, device, "mark").observe(event.mark_us / 1e6)
+        seconds.of(way, device, "wait").observe(event.waited_us / 1e6)
+        seconds.of(way, device, "move").observe(event.moved_us / 1e6)
 
     def _retracted(self, event: events.LeaseRetracted) -> None:
         self.leases_retracted.add(1, "host" if event.saved_pages else "nothing")

@@ -8,7 +8,8 @@ at a fixed rate, is committed, decodes at a fixed rate, and lets go:
            -- output / rate --> released
 
 The handoff machinery is left out: leases are the plain ones of an engine. A router knows what a
-router may know: what is cached where, and what waits there.
+router may know: what is cached where, and what waits there. With a ``Drive`` below its pool a node
+writes to it what is about to leave the pool, and a request waits for its pages from there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
 from kvd.core.node import NodeState
 from kvd.core.settings import Settings
 from kvd.sim.agenda import START_S, Agenda
+from kvd.sim.drive import GENERATION, NAME, Drive, DriveShape
 from kvd.trace import TraceRequest, expand
 from kvd.types import NO_TOKENS, Incarnation, NodeName, Tokens, count
 from kvd.wire import client
@@ -32,6 +34,7 @@ from kvd.wire import client
 NAMESPACE = "trace"
 SESSION = 1
 FOREVER_S = 1e9
+TICK_S = 0.05
 
 LAYERS, HEADS, WIDTH, DTYPE = 32, 8, 128, "bfloat16"
 """Llama 3.1 8B: 128 KiB of KV a token."""
@@ -49,6 +52,8 @@ class NodeShape(msgspec.Struct, frozen=True):
     """Of each request that decodes, however many do."""
     speed: float = 1.0
     """How much faster than recorded the requests arrive."""
+    drive: DriveShape | None = None
+    """Below each pool."""
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -57,6 +62,8 @@ class Served(msgspec.Struct, frozen=True):
     node: int
     prompt_tokens: int
     reused_tokens: int
+    promoted_tokens: int
+    """Of those, what was read from the drive for it."""
     wait_s: float
     """From its arrival until its turn at the input: for memory, and for those before it."""
 
@@ -101,20 +108,32 @@ class DecodeNode:
             spec,
             max_deadline_s=FOREVER_S,
             max_queue=2**31,
+            tiers=(shape.drive.settings(shape.page_tokens),) if shape.drive else (),
         )
         self._node = NodeState(settings, agenda.now_s)
+        self._is_to_tick = False
+        self._drive: Drive | None = None
+        if shape.drive is not None:
+            self._drive = Drive(shape.drive, shape.page_tokens, agenda, self._feed)
+            self._feed(inputs.TierReady(agenda.now_s, NAME, GENERATION))
         self._feed(inputs.ClientJoined(at_s=agenda.now_s, session=SESSION, name=name, pid=1))
 
     # ---- what a router may ask ---------------------------------------------------------------
 
     def match(self, tokens: Tokens) -> int:
-        """Tokens of the prompt that are cached here; changes nothing."""
-        return self._node.leases.tree.probe(tokens, NAMESPACE)
+        """Tokens of the prompt that are cached here, in the pool or below; changes nothing."""
+        cached = self._node.leases.tree.probe(tokens, NAMESPACE)
+        return cached + self._node.tiers.promotions.told(tokens, NAMESPACE, cached)[0]
 
     def backlog_s(self) -> float:
         """How long the input is busy with what it has, were nothing of the queue cached."""
         busy_s = max(0.0, self._free_s - self._agenda.now_s)
         return busy_s + self._waiting_tokens / self._shape.prefill_tokens_per_s
+
+    @property
+    def written_tokens(self) -> int:
+        """To its drive."""
+        return 0 if self._drive is None else self._drive.written_tokens
 
     def bytes_of(self, n_tokens: int) -> int:
         """Bytes of the KV of so many tokens."""
@@ -142,6 +161,7 @@ class DecodeNode:
                 node=self.number,
                 prompt_tokens=n_tokens,
                 reused_tokens=reply.prefix_tokens,
+                promoted_tokens=reply.promoted_tokens,
                 wait_s=begun_s - arrived_s,
             )
         )
@@ -169,12 +189,28 @@ class DecodeNode:
 
     def _feed(self, happened: inputs.Input) -> None:
         for effect in self._node.step(happened).effects:
-            assert type(effect) is effects.AnswerEngine
-            reply = effect.message
-            if type(reply) is client.Leased:
-                self._admitted(reply.call, reply)
-            elif type(reply) is client.Failed:
-                self._failed(reply)
+            match effect:
+                case effects.AnswerEngine(message=client.Leased() as reply):
+                    self._admitted(reply.call, reply)
+                case effects.AnswerEngine(message=client.Failed() as reply):
+                    self._failed(reply)
+                case effects.AnswerEngine():
+                    pass
+                case _:
+                    assert self._drive is not None
+                    assert isinstance(effect, effects.StorageOrder)
+                    self._drive.order(effect)
+        if self._drive is not None and not self._is_to_tick:
+            self._is_to_tick = True
+            self._agenda.after(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        """Once after anything has happened, and on while the drive has orders."""
+        self._feed(inputs.Tick(self._agenda.now_s))
+        self._is_to_tick = False
+        if self._node.tiers.moves.under_way:
+            self._is_to_tick = True
+            self._agenda.after(TICK_S, self._tick)
 
     def _failed(self, reply: client.Failed) -> None:
         """A request that can never fit; no other call is refused."""
@@ -251,8 +287,12 @@ class Routed(msgspec.Struct, frozen=True):
     """Prompt and output are larger than a pool."""
     reuse: float
     """Share of prompt tokens that need not be sent."""
+    promoted: float
+    """Share of prompt tokens that came from the drives; a part of ``reuse``."""
     saved_bytes: int
     sent_tokens: int
+    written_tokens: int
+    """To the drives."""
     balance_requests: Balance
     balance_sent_tokens: Balance
     wait_p50_s: float
@@ -315,8 +355,10 @@ def run(
         requests=len(served),
         refused=sum(node.refused for node in nodes),
         reuse=reused_tokens / max(1, prompt_tokens),
+        promoted=sum(answer.promoted_tokens for answer in served) / max(1, prompt_tokens),
         saved_bytes=nodes[0].bytes_of(reused_tokens),
         sent_tokens=prompt_tokens - reused_tokens,
+        written_tokens=sum(node.written_tokens for node in nodes),
         balance_requests=_balance(counts),
         balance_sent_tokens=_balance(sent),
         wait_p50_s=p50,

@@ -128,6 +128,7 @@ class NodeShell:
                 | effects.Promote()
                 | effects.DropObjects()
                 | effects.DropNamespace()
+                | effects.Probe()
             ):
                 self.order_storage(effect)
             case effects.RestartStorage():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from kvd.core import effects, inputs
 from kvd.core.tiers.keys import each_key
 from kvd.sim.contents import TORN
-from kvd.sim.violation import require
+from kvd.sim.violation import Violated, require
 from kvd.types import page_ids
 
 if TYPE_CHECKING:
@@ -168,6 +168,8 @@ class SimStorageProcess:
                 self.disk.drop(order)
             case effects.DropNamespace():
                 self.disk.drop_namespace(order.namespace)
+            case effects.Probe():
+                raise Violated(f"{self.host.name}: no tier here is shared: {order}")
         if report is not None:
             self.host.feed(report)
         if self.is_alive:

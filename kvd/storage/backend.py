@@ -2,8 +2,8 @@
 
 A backend moves bytes between memory of this process and objects that have a name; what an object
 means, whether it verifies, and which objects there should be is none of its business. It is asked
-by two threads: one that writes and drops, and one that reads; and for once at the start, before
-those two, to search.
+by four threads: one writes and drops, one reads, one drops what was read and is bad, and one asks
+what exists; and for once at the start, before those, to search.
 
 What it must hold:
 
@@ -88,6 +88,14 @@ class SearchOutcome(NamedTuple):
     """Of the first that was removed."""
 
 
+class Existence(NamedTuple):
+    """Which objects are there."""
+
+    there: list[bool]
+    why: str
+    """Why of some it is not known; those are not there, as far as this says."""
+
+
 class Backend(Protocol):
     """One tier."""
 
@@ -102,8 +110,8 @@ class Backend(Protocol):
     def get(self, objects: Sequence[ObjectRead]) -> list[ObjectHead | BadObject]:
         """Read their pages; of each its head, or why it was not read."""
 
-    def exists(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Which of them are there."""
+    def exists(self, names: Sequence[ObjectName]) -> Existence:
+        """Which of them are there, as far as that is known without reading their pages."""
 
     def drop(self, names: Iterable[ObjectName]) -> None:
         """Remove them; one that is not there is no error."""

@@ -1,8 +1,9 @@
-"""Two ways through a tier, each of two threads: what is written, and what is read.
+"""Two ways through a tier, each of two threads: what is written, and what is read; and who asks.
 
     Demote --> seal: sums, heads --> write: put ---> Demoted
     Drop   ----------------------> write: drop
     Promote --> read: get ---> check: sums ---> Promoted
+    Probe ----> probe: exists ----------------> Probed
 
 Orders are cut into batches of some megabytes; one is summed while the one before it is on the disk,
 whichever order it is of. What is written or dropped is so in the order in which it was ordered:
@@ -21,21 +22,24 @@ from functools import partial
 from queue import Queue
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
-from kvd.core.effects import Demote, DropNamespace, DropObjects, Promote
-from kvd.core.inputs import Demoted, Promoted
+from kvd.core.effects import Demote, DropNamespace, DropObjects, Probe, Promote
+from kvd.core.inputs import Demoted, Probed, Promoted
 from kvd.core.tiers.keys import each_key
 from kvd.storage.backend import ObjectName, ObjectRead, ObjectWrite
 from kvd.storage.objects import BadObject, ObjectHead, packed_head, read_head, sum_of
+from kvd.storage.probing import search, waiting
 from kvd.transfer.orders import UNSTAMPED
 from kvd.types import count, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kvd.core.effects import StorageOrder
+    from kvd.core.inputs import StorageReport
     from kvd.storage.backend import Backend
     from kvd.storage.pages import ObjectPages
 
-    Reporting = Callable[[Demoted | Promoted], None]
+    Reporting = Callable[[StorageReport], None]
 
 AHEAD: Final = 2
 """Batches between two threads."""
@@ -43,8 +47,10 @@ AHEAD: Final = 2
 OrderT = TypeVar("OrderT", Demote, Promote)
 
 
-def refusal(order: Demote | Promote, why: str) -> Demoted | Promoted:
+def refusal(order: Demote | Promote | Probe, why: str) -> StorageReport:
     """The answer to an order of which nothing is done."""
+    if isinstance(order, Probe):
+        return Probed(at_s=UNSTAMPED, ticket=order.ticket, n_there=0, why=why)
     if isinstance(order, Demote):
         return Demoted(at_s=UNSTAMPED, ticket=order.ticket, written=(), n_bytes=0, why=why)
     bad = tuple(range(len(each_key(order.keys))))
@@ -102,6 +108,7 @@ class TierLanes:
         self._stride = max(1, min(able.batch_objects, able.batch_bytes // pages.page_bytes))
         self._to_write: Queue[Demote | DropObjects | DropNamespace] = Queue()
         self._to_read: Queue[Promote] = Queue()
+        self._to_probe: Queue[Probe] = Queue()
         self._sealed: Queue[_SealedBatch | DropObjects | DropNamespace] = Queue(AHEAD)
         self._got: Queue[_ReadBatch] = Queue(AHEAD)
 
@@ -112,12 +119,15 @@ class TierLanes:
             ("write", self._write),
             ("read", self._read),
             ("check", self._check),
+            ("probe", self._probe),
         ):
             threading.Thread(target=run, name=f"{self._tier}-{name}", daemon=True).start()
 
-    def want(self, order: Demote | Promote | DropObjects | DropNamespace) -> None:
+    def want(self, order: StorageOrder) -> None:
         """Queue an order; one that makes no sense is refused whole."""
         match order:
+            case Probe():
+                self._to_probe.put(order)
             case DropObjects() | DropNamespace():
                 self._to_write.put(order)
             case _ if why := self._flaw(order):
@@ -216,7 +226,7 @@ class TierLanes:
                 zip(batch.names, batch.pages, heads, strict=True), batch.places.start
             ):
                 why = self._wrong(name.key, page, head)
-                if why:
+                if why and not (isinstance(head, BadObject) and not head.is_there):
                     self._backend.drop([name])
                 tally.count(at, why)
             if batch.is_last:
@@ -241,3 +251,11 @@ class TierLanes:
             n_bytes=len(tally.good) * self._pages.page_bytes,
             why=tally.why,
         )
+
+    # ---- what is asked for -----------------------------------------------------------------------
+
+    def _probe(self) -> None:
+        """Say what is there."""
+        while True:
+            for probed in search(self._backend, waiting(self._to_probe)):
+                self._report(probed)

@@ -14,7 +14,9 @@ What does not verify is removed and named by ``BadObject``; nothing of it is eve
 from __future__ import annotations
 
 import struct
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import quote
 
 import xxhash
 
@@ -31,6 +33,7 @@ HEAD_BYTES: Final = 4096
 """A block, so that the page begins at one."""
 BLOCK_BYTES: Final = 4096
 VERSION: Final = 1
+LONGEST_NAME: Final = 200
 
 _MAGIC: Final = b"kvdO"
 _FIELDS: Final = struct.Struct(f"<4sHxxQ{KEY_BYTES}s{KEY_BYTES}sQ")
@@ -47,9 +50,10 @@ class ObjectHead(NamedTuple):
 
 
 class BadObject(NamedTuple):
-    """Why an object cannot be used."""
+    """Why an object cannot be used, and whether it is to be removed."""
 
     why: str
+    is_there: bool = True
 
 
 def object_bytes(page_bytes: int) -> int:
@@ -97,3 +101,11 @@ def sum_of(key: bytes, pieces: Iterable[Buffer]) -> int:
     """The sum of a page under its key."""
     seal = Seal(integrity=Integrity.FULL, key=key, first=0, end=1)
     return page_sum(seal, 0, pieces)
+
+
+def escaped(namespace: str) -> str:
+    """What stands for a namespace in names of objects."""
+    name = f"={quote(namespace, safe='')}"
+    if len(name) <= LONGEST_NAME:
+        return name
+    return blake2b(namespace.encode(), digest_size=KEY_BYTES).hexdigest()

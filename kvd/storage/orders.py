@@ -7,7 +7,8 @@ between the two processes alone.
 Invariants:
   - ``StorageReady`` is the first report; then ``Found`` of what lies in a tier, then one
     ``Searched`` of it.
-  - Each ``Demote`` is answered by one ``Demoted``, each ``Promote`` by one ``Promoted``.
+  - Each ``Demote`` is answered by one ``Demoted``, each ``Promote`` by one ``Promoted``,
+    each ``Probe`` by one ``Probed``.
   - What is written or dropped is so in the order of the orders; what is read waits for none of it.
 """
 
@@ -30,11 +31,35 @@ class ObjectPart(msgspec.Struct, frozen=True):
     factor: int = 1
 
 
-class DirectoryPlan(msgspec.Struct, frozen=True):
+class DirectoryPlan(msgspec.Struct, frozen=True, tag="directory"):
     """A tier in a directory of this host."""
 
     tier: str
     directory: str
+
+
+class StorePlan(msgspec.Struct, frozen=True, tag="store"):
+    """A tier in a store that speaks S3.
+
+    ``credentials_file`` is read by NIXL in the storage process, and by nothing of kvd.
+    ``answer_s``: silence of the store after which what was asked of it is given up;
+    ``deadline_s``: that of the core, which ends the process. ``max_bytes``: of memory, each way.
+    """
+
+    tier: str
+    endpoint: str
+    bucket: str
+    prefix: str
+    region: str
+    credentials_file: str | None
+    profile: str | None
+    ca_file: str | None
+    answer_s: float
+    deadline_s: float
+    max_bytes: int
+
+
+TierPlan = DirectoryPlan | StorePlan
 
 
 class BeginStorage(msgspec.Struct, frozen=True, tag="begin"):
@@ -49,7 +74,7 @@ class BeginStorage(msgspec.Struct, frozen=True, tag="begin"):
     regions: tuple[RegionPlan, ...]
     parts: tuple[ObjectPart, ...]
     layout: str
-    tiers: tuple[DirectoryPlan, ...]
+    tiers: tuple[TierPlan, ...]
 
 
 class StorageReady(msgspec.Struct, frozen=True, tag="storage-ready"):

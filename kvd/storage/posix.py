@@ -27,9 +27,8 @@ import re
 import shutil
 import stat
 import time
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import numpy as np
 from typing_extensions import override
@@ -38,13 +37,14 @@ from kvd.core.tiers.keys import KEY_BYTES
 from kvd.storage.backend import (
     Backend,
     Capabilities,
+    Existence,
     ObjectName,
     SearchOutcome,
     StorageLost,
     StoredObject,
 )
 from kvd.storage.nixl_files import FileMove, FileQueue
-from kvd.storage.objects import HEAD_BYTES, BadObject, object_bytes
+from kvd.storage.objects import HEAD_BYTES, BadObject, escaped, object_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -63,7 +63,6 @@ NAME: Final = "namespace"
 LOCK_S: Final = 5.0
 """How long the process before may take to end."""
 LOCK_EVERY_S: Final = 0.02
-LONGEST_NAME: Final = 200
 
 _HEX: Final = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -183,7 +182,7 @@ class DirectoryTier(Backend):
             size = os.fstat(fd).st_size
             head = read.judge(os.pread(fd, HEAD_BYTES, 0))
         except FileNotFoundError:
-            return BadObject("it is not there")
+            return BadObject("it is not there", is_there=False)
         except OSError as exc:
             return BadObject(f"{exc.strerror}")
         if isinstance(head, BadObject):
@@ -194,8 +193,8 @@ class DirectoryTier(Backend):
         return _Source(fd, head)
 
     @override
-    def exists(self, names: Sequence[ObjectName]) -> list[bool]:
-        return [os.path.exists(self._path(name)) for name in names]
+    def exists(self, names: Sequence[ObjectName]) -> Existence:
+        return Existence([os.path.exists(self._path(name)) for name in names], "")
 
     @override
     def drop(self, names: Iterable[ObjectName]) -> None:
@@ -206,13 +205,13 @@ class DirectoryTier(Backend):
 
     @override
     def drop_namespace(self, namespace: str) -> None:
-        directory = os.path.join(self._root, _escaped(namespace))
+        directory = os.path.join(self._root, escaped(namespace))
         shutil.rmtree(directory, ignore_errors=True)
         self._made = {made for made in self._made if not made.startswith(f"{directory}/")}
 
     def _path(self, name: ObjectName) -> str:
         key = name.key.hex()
-        return os.path.join(self._root, _escaped(name.namespace), key[:2], key)
+        return os.path.join(self._root, escaped(name.namespace), key[:2], key)
 
     def _have_directory(self, name: ObjectName) -> None:
         """Make the directory of an object, where it is not known to be there."""
@@ -354,14 +353,6 @@ def _reserve(fd: int, size: int) -> None:
     os.ftruncate(fd, size)
 
 
-def _escaped(namespace: str) -> str:
-    """The directory of a namespace."""
-    name = f"={quote(namespace, safe='')}"
-    if len(name) <= LONGEST_NAME:
-        return name
-    return blake2b(namespace.encode(), digest_size=KEY_BYTES).hexdigest()
-
-
 def _unescaped(entry: os.DirEntry[str]) -> str | None:
     """The namespace of a directory; None if it is of none."""
     if entry.name.startswith("="):
@@ -372,7 +363,7 @@ def _unescaped(entry: os.DirEntry[str]) -> str | None:
                 namespace = file.read()
         except (OSError, UnicodeDecodeError):
             return None
-    return namespace if _escaped(namespace) == entry.name else None
+    return namespace if escaped(namespace) == entry.name else None
 
 
 def _entries(path: str) -> list[os.DirEntry[str]]:

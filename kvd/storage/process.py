@@ -20,7 +20,7 @@ from kvd.transfer.process import ProcessKind, WorkerProcess
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvd.storage.orders import DirectoryPlan, ObjectPart
+    from kvd.storage.orders import ObjectPart, TierPlan
     from kvd.transfer.orders import RegionPlan
 
 STORAGE: Final = ProcessKind(
@@ -50,7 +50,7 @@ class StorageProcess(WorkerProcess[StorageOrders, StorageReports, StorageReady])
         parts: Sequence[ObjectPart],
         *,
         layout: str,
-        tiers: Sequence[DirectoryPlan],
+        tiers: Sequence[TierPlan],
         keep_open: Sequence[int] = (),
     ) -> None:
         def begin(witness: int) -> tuple[StorageOrders, Sequence[int]]:

@@ -18,20 +18,24 @@ import threading
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from kvd.core.effects import Demote, Promote
+from kvd.core.effects import Demote, Probe, Promote
 from kvd.core.tiers.keys import KEY_BYTES
 from kvd.storage.backend import StorageLost
 from kvd.storage.lane import TierLanes, refusal
+from kvd.storage.nixl_objects import CUDA_MAJOR
 from kvd.storage.orders import (
     STORAGE_STREAM,
     BeginStorage,
+    DirectoryPlan,
     Found,
     Searched,
     StorageReady,
+    StorePlan,
     with_received,
 )
 from kvd.storage.pages import ObjectPages
 from kvd.storage.posix import DirectoryTier
+from kvd.storage.store import StoreTier
 from kvd.transfer.child import die_with, first_orders
 from kvd.transfer.mapping import RegionUnusable, keep_map, map_region
 from kvd.transfer.nixl import Binding, MemorySpan, NixlUnusable
@@ -98,13 +102,25 @@ class StorageWorker:
             os.close(plan.fd)
         pages = ObjectPages(notes, begin.parts)
         layout = bytes.fromhex(begin.layout)
-        # Its lock first: two processes of one directory would remove each other's objects.
-        tiers = {plan.tier: DirectoryTier(plan.directory, layout, pages) for plan in begin.tiers}
-        binding = Binding()
         spans = [MemorySpan(note.address, note.region_bytes) for note in notes.values()]
-        for name, tier in tiers.items():
-            tier.begin(binding, f"{begin.name}-{name}", spans)
-        self._report(StorageReady(f"{binding.module} POSIX"))
+        stores = [plan for plan in begin.tiers if isinstance(plan, StorePlan)]
+        # Their locks first: two processes of one directory would remove each other's objects.
+        directories = {
+            plan.tier: DirectoryTier(plan.directory, layout, pages)
+            for plan in begin.tiers
+            if isinstance(plan, DirectoryPlan)
+        }
+        for store in stores:
+            _show_credentials(store)
+        binding = Binding(CUDA_MAJOR if stores else 0)
+        for name, directory in directories.items():
+            directory.begin(binding, f"{begin.name}-{name}", spans)
+        tiers: dict[str, Backend] = dict(directories)
+        for store in stores:
+            tiers[store.tier] = shared = StoreTier(store, layout, pages)
+            shared.begin(binding, f"{begin.name}-{store.tier}")
+        transports = sorted({tier.capabilities.transport for tier in tiers.values()})
+        self._report(StorageReady(f"{binding.module}: {', '.join(transports)}"))
         for name, tier in tiers.items():
             self._serve(name, tier, pages, layout)
 
@@ -123,7 +139,7 @@ class StorageWorker:
         lanes = self._lanes.get(order.tier)
         if lanes is not None:
             lanes.want(order)
-        elif isinstance(order, Demote | Promote):
+        elif isinstance(order, Demote | Promote | Probe):
             self._report(refusal(order, f"there is no tier {order.tier!r} here"))
 
     def _report(self, report: StorageReports) -> None:
@@ -142,6 +158,19 @@ class StorageWorker:
         threading.__excepthook__(args)
         name = "" if args.thread is None else args.thread.name
         self.fail(f"thread {name} ended by {args.exc_type.__name__}: {args.exc_value}")
+
+
+def _show_credentials(plan: StorePlan) -> None:
+    """Tell NIXL, before it is loaded, where AWS's chain of credentials looks first."""
+    # That an object is not there is its answer to a probe, and no line of the log.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+    if plan.credentials_file is not None:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+            os.environ.pop(name, None)
+        os.environ["AWS_SHARED_CREDENTIALS_FILE"] = plan.credentials_file
+        os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+    if plan.profile is not None:
+        os.environ["AWS_PROFILE"] = plan.profile
 
 
 def _told(tier: str, found: SearchOutcome) -> Iterator[Found]:

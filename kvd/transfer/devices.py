@@ -165,15 +165,23 @@ class Devices:
         """
         try:
             return tuple(
-                SharedRegion(
-                    name,
-                    self.runtime.bus_id(device),
-                    self.runtime.share(areas[name].note.address),
-                )
+                self._shared(name, device, areas[name].note.address)
                 for name, device in self._used.items()
             )
         except CudaError as exc:
             raise DeviceUnusable(f"memory of a device cannot be given to engines: {exc}") from exc
+
+    def _shared(self, name: str, device: int, address: int) -> SharedRegion:
+        """Its handle with the place of its device; what lies elsewhere is no memory to give."""
+        runtime = self.runtime
+        if runtime.side(address) is MemorySide.DEVICE and runtime.device_of(address) != device:
+            found = runtime.device_of(address)
+            where = "on no device" if found is None else f"on cuda:{found}, {runtime.bus_id(found)}"
+            raise DeviceUnusable(
+                f"region {name!r} is to be on cuda:{device}, {runtime.bus_id(device)}, and its "
+                f"memory is {where}: it is given to nobody"
+            )
+        return SharedRegion(name, runtime.bus_id(device), runtime.share(address))
 
     def pinning(self, region: RegionNote, on_over: Callable[[MemoryPinned], None]) -> PartPinner:
         """Takes the parts of a region of host memory that copies of devices read or write."""
@@ -195,7 +203,8 @@ class Devices:
         known = sorted(set(self._used.values())) or self._event_devices
         # A pool on devices: its engines compute there and nowhere else.
         others = () if self._used else set(range(runtime.device_count())) - set(known)
-        for device in (*known, *sorted(others)):
+        tried = (*known, *sorted(others))
+        for device in tried:
             try:
                 event = runtime.open_event(device, handle)
             except CudaError as exc:
@@ -205,7 +214,10 @@ class Devices:
                 continue
             self._event_devices = [device, *(one for one in self._event_devices if one != device)]
             return event
-        raise DeviceUnusable(why)
+        names = ", ".join([f"cuda:{device} at {runtime.bus_id(device)}" for device in tried])
+        raise DeviceUnusable(
+            f"it is no event of a living process on {names}, which this daemon sees: {why}"
+        )
 
     def _reach(self, device: int) -> DeviceReach:
         """That of all regions on it."""

@@ -37,7 +37,7 @@ class Why(OperatorRequest, frozen=True, tag="why"):
     """Who holds it, why, since when. Answer: ``Because``.
 
     ``kind``: page, node, room, lease, receive, send, client; or peer, which has a ``name`` and no
-    ``id``. ``component``: whose page it is; empty for the first one.
+    ``id``; or evicted, which has neither. ``component``: whose page it is; empty for the first one.
     """
 
     kind: Name

@@ -6,7 +6,7 @@ hang-up is the death of that process, or follows ``Leave``. A hang-up without ei
 a process that lives may write the pages. What a session says is in ``client``; a process that has
 joined says here what it alone knows, each of it answered with ``RankAnswer``: how far its rank has
 written (``RankWritten``), that it keeps KV in blocks of its own (``KeepsBlocks``), and when it
-copies between those and pages (``CopyBegins``, ``CopyEnds``).
+copies between those and pages (``CopyWaits``, ``CopyBegins``, ``CopyEnds``).
 
 Each side says which protocol it speaks and of which kvd it is. Both are read by themselves before
 the message is (``Speaker``): that of another protocol may be no message here at all.
@@ -131,22 +131,44 @@ class CopyBegins(msgspec.Struct, frozen=True, tag="copy-begins"):
     """Of a save: KV of the tokens below is in the pages when it is over, from the first of them."""
     device: Name = ""
     """Whose copy engine moves it; empty: this processor."""
+    waited: Call = 0
+    """The ``call`` of its ``CopyWaits``, which is over; 0: it said none."""
+
+
+class CopyWaits(msgspec.Struct, frozen=True, tag="copy-waits"):
+    """An order to copy waits for a mark of this process, longer than most: whoever asks hears why.
+
+    Nothing is kept for it. It is over with the ``CopyBegins`` that names it, or, where it is given
+    up, with ``CopyEnds``. Said to a daemon that ``hears_waits``.
+    """
+
+    call: Call
+    lease: Figure
+    to_pages: bool
+    n_pages: Figure
+    waited_us: Figure = 0
+    """Since it was ordered."""
+    left_us: Figure = 0
+    """Until it is given up."""
+    device: Name = ""
 
 
 class CopyEnds(msgspec.Struct, frozen=True, tag="copy-ends"):
-    """No byte of that copy moves any more."""
+    """No byte of that copy moves any more; or none ever will, as its mark has not come."""
 
     call: Call
     copy: Call
-    """The ``call`` of its ``CopyBegins``."""
+    """The ``call`` of its ``CopyBegins``, or of its ``CopyWaits``."""
     is_done: bool
     """All of it is there; otherwise nothing may be assumed of what it wrote."""
     n_bytes: Figure = 0
     waited_us: Figure = 0
-    """From the order until its mark had come."""
+    """From the order until its bytes might move: for its mark, and for the daemon's word."""
     moved_us: Figure = 0
     why: Reason = ""
     """It is not done."""
+    mark_us: Figure = 0
+    """Of ``waited_us``, until its mark had come."""
 
 
 class RankAnswer(msgspec.Struct, frozen=True, tag="rank-answer"):
@@ -180,6 +202,8 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """Where its client socket is; empty where it does not say."""
     socket_file: tuple[int, int] | None = None
     """Device and inode of that socket, which are the same by whatever path it is reached."""
+    hears_waits: bool = False
+    """It takes ``CopyWaits``."""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
@@ -195,7 +219,7 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     version: Name = ""
 
 
-ProcessWord = RankWritten | KeepsBlocks | CopyBegins | CopyEnds
+ProcessWord = RankWritten | KeepsBlocks | CopyWaits | CopyBegins | CopyEnds
 """What an attached process says and is answered."""
 
 AttachRequest = Attach | Join | Leave | ProcessWord

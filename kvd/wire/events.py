@@ -8,14 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-import msgspec
-
-
-class NumberedEvent(msgspec.Struct, frozen=True):
-    """What every event begins with. Who makes one leaves it out: ``Outbox.emit`` fills it in."""
-
-    seq: int = 0
-    at_s: float = 0.0
+from kvd.wire.cache_events import CacheThrashing
+from kvd.wire.numbered_event import NumberedEvent
 
 
 class ClientAttached(NumberedEvent, frozen=True, kw_only=True, tag="client-attached"):
@@ -163,6 +157,7 @@ class EngineCopied(NumberedEvent, frozen=True, kw_only=True, tag="engine-copied"
     """An engine's own copy between pages of a lease and its blocks is over.
 
     ``way`` is ``save`` or ``load``. ``why`` is why it was not done; empty: all of it was.
+    ``mark_us`` is what of ``waited_us`` it waited for the engine to compute.
     """
 
     session: int
@@ -175,6 +170,7 @@ class EngineCopied(NumberedEvent, frozen=True, kw_only=True, tag="engine-copied"
     waited_us: int = 0
     moved_us: int = 0
     why: str = ""
+    mark_us: int = 0
 
 
 class LeaseCommitted(NumberedEvent, frozen=True, gc=False, tag="lease-committed"):
@@ -578,6 +574,7 @@ Event = (
     | Quarantined
     | QuarantineEnded
     | Evicted
+    | CacheThrashing
     | Waiting
     | Moved
     | HandoffEnded

@@ -400,6 +400,83 @@ class TierState(msgspec.Struct, frozen=True):
     """As measured of the last orders; 0: there was none."""
 
 
+class EvictedPrefix(msgspec.Struct, frozen=True):
+    """A cached prefix that has left the pool: ``pages`` for ``start_tokens`` to ``end_tokens``.
+
+    ``prefix`` is a digest of its namespace, where it begins and its first page of tokens: the same
+    for what is cached there again. ``wrote`` had brought it, ``kvd`` where it came from a tier or
+    is of before a restart; ``needed_by`` needed its pages, for ``need``: the reason of a lease,
+    ``operator`` or ``flush``. ``tier`` has it; empty: it was dropped. It had been used ``hits``
+    times, and not for ``unused_s`` when it left.
+    """
+
+    prefix: str
+    namespace: str
+    start_tokens: int
+    end_tokens: int
+    pages: int
+    hits: int
+    wrote: str
+    needed_by: str
+    need: str
+    tier: str
+    ago_s: float
+    unused_s: float
+
+
+class MissedAgain(msgspec.Struct, frozen=True):
+    """A request of ``missed_by``, ``ago_s``, found gone what had left ``after_s`` before that."""
+
+    missed_by: str
+    after_s: float
+    ago_s: float
+    evicted: EvictedPrefix
+
+
+class ThrashState(msgspec.Struct, frozen=True):
+    """The same prefixes go for ``needed_by`` and are asked for again by ``hurt``, each time soon.
+
+    ``rounds`` in the last ``since_s``; both may be the same engine. ``why`` says it in words.
+    """
+
+    needed_by: str
+    hurt: str
+    rounds: int
+    since_s: float
+    last: MissedAgain
+    why: str = ""
+
+
+class EvictionState(msgspec.Struct, frozen=True):
+    """What has left the pool: counters since the daemon began, and the last rows, the last first.
+
+    ``prefixes`` have left; ``hurt`` requests found gone what they asked for, ``hurt_soon`` of them
+    within a minute. ``thrashing`` are the pairs that do now.
+    """
+
+    prefixes: int = 0
+    hurt: int = 0
+    hurt_soon: int = 0
+    evicted: tuple[EvictedPrefix, ...] = ()
+    missed: tuple[MissedAgain, ...] = ()
+    thrashing: tuple[ThrashState, ...] = ()
+
+
+class LateMark(msgspec.Struct, frozen=True):
+    """An order of an engine to copy that waits for what the engine computes first, for long.
+
+    ``left_s``: until its process gives it up; less than 0 where that says nothing any more.
+    """
+
+    session: int
+    lease: int
+    waited_s: float
+    left_s: float
+    words: str = ""
+    device: str = ""
+    """Whose copy engine is to move it; empty: a processor."""
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """Everything, at one moment between two steps."""
 
@@ -431,3 +508,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     CUDA. A region is missing until it has been tried."""
     tiers: tuple[TierState, ...] = ()
     """Below the pool, the nearest first."""
+    evictions: EvictionState = EvictionState()
+    late_marks: tuple[LateMark, ...] = ()
+    """Those of engines that copy between pages and blocks of their own."""

@@ -30,7 +30,10 @@ _MINOR: Final = 1
 
 MAX_ROUTING_ID: Final = 255
 
-_SHORT: Final = tuple(bytes((0, size)) for size in range(MAX_SHORT + 1))
+SHORT_HEADERS: Final = tuple(
+    tuple(bytes((flags, size)) for size in range(MAX_SHORT + 1)) for flags in (0, MORE)
+)
+"""Of frames that are no commands, by flags and size: as ``header`` makes them."""
 
 
 def greeting(mechanism: bytes, *, as_server: bool) -> bytes:
@@ -53,7 +56,7 @@ def header(size: int, flags: int) -> bytes:
     """Of a frame of ``size`` bytes."""
     if size > MAX_SHORT:
         return bytes((flags | LONG,)) + size.to_bytes(8, "big")
-    return bytes((flags, size)) if flags else _SHORT[size]
+    return bytes((flags, size)) if flags > MORE else SHORT_HEADERS[flags][size]
 
 
 def command(name: bytes, body: bytes = b"") -> bytes:

@@ -13,6 +13,7 @@ from mypy_extensions import mypyc_attr
 from kvd.zmtp import frames
 from kvd.zmtp.bounds import PART_BYTES
 from kvd.zmtp.events import ConnectionClosed, ConnectionFault, HandshakeDone
+from kvd.zmtp.frames import MAX_SHORT, MORE, SHORT_HEADERS
 
 ROUTER: Final = b"ROUTER"
 DEALER: Final = b"DEALER"
@@ -112,7 +113,10 @@ class Null:
     def wrap(self, out: list[bytes], payload: bytes, flags: int) -> None:
         """As ``Mechanism``; a large frame is not copied."""
         size = len(payload)
-        head = frames.header(size, flags)
+        if size <= MAX_SHORT and flags <= MORE:
+            head = SHORT_HEADERS[flags][size]  # without a call, as nearly all are
+        else:
+            head = frames.header(size, flags)
         if size < PART_BYTES:
             out.append(head + payload)
         else:

@@ -102,6 +102,7 @@ HOMES = {
     "torch": (
         *("kvd/pools/", "kvd/device/", "kvd/demo/", "kvd/connectors/transformers/", "benchmarks/"),
         *("kvd/client/mapping.py", "kvd/client/device_mapping.py"),
+        "kvd/connectors/sglang/host_pages.py",
     ),
     "transformers": ("kvd/demo/", "kvd/connectors/transformers/", "benchmarks/transformers.py"),
     "flash_attn": ("kvd/device/attention.py",),
@@ -117,6 +118,7 @@ HOMES = {
         "kvd/connectors/vllm/stats.py",
     ),
     "vllm": tuple(f"kvd/connectors/vllm/{name}.py" for name in ("connector", "stats", "versions")),
+    "sglang": ("kvd/connectors/sglang/backend.py", "benchmarks/sglang.py"),
     "aiohttp": ("kvd/proxy/",),
     "h11": ("kvd/observe/",),
     "nacl": ("kvd/zmtp/", "kvd/curve.py"),

@@ -27,6 +27,7 @@ SLEEPERS = {
     "kvd/connectors/vllm/sessions.py": "a step waits less than epoll can count: a millisecond",
     "kvd/daemon/lock.py": "runs before the loop does, and flock knows no time limit",
     "kvd/pools/file_memory.py": "runs before anybody is served, and flock knows no time limit",
+    "kvd/storage/nixl_objects.py": "a thread that nobody waits for; NIXL tells only who asks",
     "kvd/storage/nixl_files.py": "a thread that nobody waits for; NIXL tells only who asks",
     "kvd/storage/posix.py": "before anybody is served, and flock knows no time limit",
     "kvd/transfer/device_streams.py": "threads of their own, for a device that only tells",

@@ -324,6 +324,17 @@ def test_why_takes_a_peer_by_its_name(run, daemon):
     assert daemon.asked == [Why(0, "peer", 0, "", "12:b")]
 
 
+def test_why_evicted_takes_no_id_and_all_others_need_one(run, daemon):
+    daemon.answer = lambda _request: Because(0, "nothing was evicted", ())
+
+    done, with_id, without = run("why", "evicted"), run("why", "evicted", "1"), run("why", "page")
+
+    assert (done.exit_code, done.stdout) == (0, "nothing was evicted\n")
+    assert daemon.asked == [Why(0, "evicted", 0)]
+    assert (with_id.exit_code, without.exit_code) == (2, 2)
+    assert "which page? kvd why page ID" in without.stderr
+
+
 ENDS = (
     OtherEnd(
         *("receive:4", "prefill-0", "prefill", "streaming", "the engine to compute"),

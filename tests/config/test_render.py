@@ -58,6 +58,11 @@ BESIDE = {
     "pool.stage": _CUT,
     "tiers.disk.directory": ("tiers.disk.size=8GiB",),
     "tiers.disk.size": ("tiers.disk.directory=/var/lib/kvd/tiers/disk",),
+    "tiers.store.endpoint": ("tiers.store.bucket=kvd", "cache.epochs_directory=/var/lib/kvd"),
+    "tiers.store.bucket": (
+        "tiers.store.endpoint=http://127.0.0.1:8333",
+        "cache.epochs_directory=/var/lib/kvd",
+    ),
 }
 """What an example needs beside it, by key."""
 
@@ -65,8 +70,11 @@ BESIDE = {
 def test_every_example_of_the_schema_is_a_valid_value() -> None:
     """In a pool of the family that its key belongs to."""
     for key in KEYS.values():
-        if key.path in {"sockets.group", "peers.secret_key_file", "peers.keys"}:
-            continue  # the group, the file and its key exist only where kvd was installed
+        if key.path in {
+            *("sockets.group", "peers.secret_key_file", "peers.keys"),
+            *("tiers.store.credentials_file", "tiers.store.ca_file"),
+        }:
+            continue  # the group, the files and the key exist only where kvd was installed
         match key.example:
             case None:
                 continue

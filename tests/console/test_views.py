@@ -311,6 +311,27 @@ def test_a_tier_says_what_came_from_it_and_how_long_who_waits_for_it():
     assert cells(row, "read_tokens", "hits", "waiting", "waiting_since") == (8 * PAGE, 1, 0, None)
 
 
+def test_an_eviction_says_whose_it_was_for_whom_it_went_and_whom_that_hurt():
+    world = World(d_pages=17)
+    d = world.d
+    assert d.attach("other") == 2
+    cached(d, tokens((1000, 8 * PAGE)))
+    world.pass_time(1.0)
+    again = d.lease(tokens((5000, 16 * PAGE)), session=2)
+    d.call(client.ReleaseLease, lease=again.lease, session=2)
+    world.pass_time(1.0)
+    d.lease(tokens((1000, 8 * PAGE)))
+    world.pass_time(1.0)
+    [row] = Stage(d).rows("evicted").values()
+    assert cells(row, "pages", "wrote", "needed_by", "missed_by") == (
+        8,
+        "engine",
+        "other",
+        "engine",
+    )
+    assert cells(row, "gone", "missed") == (101.0, 102.0)
+
+
 def test_a_pull_is_a_handoff_of_both_its_ends():
     world = World()
     cached(world.p, PROMPT)

@@ -53,7 +53,7 @@ from tests.core.noted import Noted
 
 if TYPE_CHECKING:
     from kvd.errors import Refusal
-    from kvd.wire.attach import CopyBegins, CopyEnds, KeepsBlocks
+    from kvd.wire.attach import CopyBegins, CopyEnds, CopyWaits, KeepsBlocks
     from kvd.wire.events import Event
     from tests.core.world import World
 
@@ -364,7 +364,7 @@ class Side(NodeShell):
 
     def copy_said(
         self,
-        message: KeepsBlocks | CopyBegins | CopyEnds,
+        message: KeepsBlocks | CopyWaits | CopyBegins | CopyEnds,
         *,
         rank: int = 0,
         ranks: int = 1,

@@ -65,7 +65,7 @@ def test_a_node_leads_to_its_parent_its_children_and_those_who_lock_it(world):
     assert left.sentence == sentence_of(
         "a node leads to its parent its children and those who lock it"
     )
-    assert left.facts == ("hits: 1, last used 0.0 s ago",)
+    assert left.facts == ("hits: 1, last used 0.0 s ago", "written by engine")
 
 
 def test_a_lease_leads_to_its_node_its_handoff_and_the_peer(world):

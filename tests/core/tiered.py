@@ -39,7 +39,7 @@ class TieredSide(Side):
         self.storage = 0
         """The generation of the storage process; negative: it is dead and not reaped."""
         self.hold_storage = False
-        self.fails_writing = ""
+        self.fails_writing = self.fails_probing = ""
         self.restarted: list[str] = []
         super().begin()
 
@@ -52,7 +52,8 @@ class TieredSide(Side):
         if self.stored is None:
             self.stored = SimDisk(self.config.tiers[0])
         self.storage = generation
-        for namespace, keys in self.stored.found().items():
+        found = {} if self.config.tiers[0].is_shared else self.stored.found()
+        for namespace, keys in found.items():
             self.feed(inputs.TierFound(self.world.now_s, DISK, namespace, keys))
         self.feed(inputs.TierReady(self.world.now_s, DISK, generation))
         self.world.run()
@@ -93,8 +94,10 @@ class TieredSide(Side):
                 self.feed(self.promote(order))
             case effects.DropObjects():
                 self.stored.drop(order)
-            case effects.DropNamespace():
+            case effects.DropNamespace() if not self.config.tiers[0].is_shared:
                 self.stored.drop_namespace(order.namespace)
+            case effects.Probe():
+                self.feed(self.probe(order))
 
     def demote(self, order: effects.Demote) -> inputs.Demoted:
         assert self.stored is not None
@@ -106,6 +109,14 @@ class TieredSide(Side):
             self.stored.write(order.namespace, key, self.memory.get(page, "?"))
         written = tuple(range(len(pages)))
         return inputs.Demoted(self.world.now_s, order.ticket, written, len(pages))
+
+    def probe(self, order: effects.Probe) -> inputs.Probed:
+        assert self.stored is not None
+        if self.fails_probing:
+            return inputs.Probed(self.world.now_s, order.ticket, 0, self.fails_probing)
+        keys = each_key(order.keys)
+        there = [(order.namespace, key) in self.stored.objects for key in keys]
+        return inputs.Probed(self.world.now_s, order.ticket, [*there, False].index(False))
 
     def promote(self, order: effects.Promote) -> inputs.Promoted:
         assert self.stored is not None

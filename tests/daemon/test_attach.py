@@ -203,7 +203,7 @@ async def test_attach_passes_the_memory_and_a_token(daemon: Daemon) -> None:
 
     token = attachment.attached.token
     assert attachment.attached == Attached(
-        1, token, "node-a", "1" * 32, (POOL,), version=__version__
+        1, token, "node-a", "1" * 32, (POOL,), version=__version__, hears_waits=True
     )
     assert (len(token), token[:1]) == (17, b"S")
     assert daemon.said == [("opened", 1, "decode-0", os.getpid())]

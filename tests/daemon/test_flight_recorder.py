@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -209,3 +210,36 @@ async def test_nothing_is_recorded_where_it_is_turned_off_and_the_daemon_says_so
         assert recorder_of(daemon).state == "off"
         assert said.returncode == 1
         assert "nothing is recorded: recorder.enabled is false" in said.stderr
+
+
+def test_a_daemon_that_had_to_be_killed_has_left_no_process_that_still_writes(
+    tmp_path, monkeypatch
+):
+    """The recorder goes on for a while: the directory can be removed only when it has ended."""
+    with one_daemon(tmp_path, RECORDED) as daemon:
+        pid = daemon.recorder_pid()
+        for stopped in (daemon.pid, pid):
+            os.kill(stopped, signal.SIGSTOP)
+        goes_on = threading.Timer(2.0, os.kill, (pid, signal.SIGCONT))
+        goes_on.start()
+        with monkeypatch.context() as patched:
+            patched.setattr(subprocess.Popen, "wait", _is_late_once(subprocess.Popen.wait))
+            daemon.stop()
+
+        assert not is_alive(pid) or zombie(pid)
+        goes_on.join()
+
+
+def _is_late_once(wait):
+    """As a daemon is that does not end in its time."""
+    late = [0.1]
+
+    def waited(self, timeout=None):
+        return wait(self, timeout=late.pop() if late else timeout)
+
+    return waited
+
+
+def zombie(pid: int) -> bool:
+    """Whether it has ended, and nobody has asked how."""
+    return ") Z " in Path(f"/proc/{pid}/stat").read_text("ascii")

@@ -235,7 +235,9 @@ def serve_one(asked, answers):
                 settle(engine.llm_engine)
                 say(found)
         else:
-            say([answer for ask in asked["asks"] for answer in answers_of(engine, ask)])
+            found = [answer for ask in asked["asks"] for answer in answers_of(engine, ask)]
+            settle(engine.llm_engine)
+            say(found)
         engine.llm_engine.engine_core.shutdown()
     except BaseException as error:  # noqa: BLE001 - it is the answer
         traceback.print_exc()

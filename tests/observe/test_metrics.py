@@ -26,6 +26,7 @@ from kvd.wire.snapshot import (
     BufferState,
     ClientState,
     CompanionState,
+    LateMark,
     LeaseState,
     PeerState,
     PoolState,
@@ -133,6 +134,9 @@ def test_page_says_what_the_snapshot_says() -> None:
         "kvd_audit_seconds_total": 1.5,
         "kvd_audit_sweeps_total": 30,
         "kvd_draining": 0,
+        'kvd_missed_evicted_total{within="any"}': 0,
+        'kvd_missed_evicted_total{within="60s"}': 0,
+        "kvd_thrashing": 0,
         'kvd_build_info{nixl="1.5.1",proto="1",version="0.1.0"}': 1,
         "kvd_decode_prefix_tokens_count": 0,
         "kvd_decode_prefix_tokens_sum": 0,
@@ -351,6 +355,46 @@ def test_page_counts_what_events_and_requests_said() -> None:
     assert samples['kvd_rpc_seconds_bucket{le="1.0",op="match"}'] == 2
     assert samples['kvd_rpc_seconds_bucket{le="+Inf",op="match"}'] == 2
     assert metrics._stays == {}
+
+
+def test_copies_of_engines_are_told_by_direction_and_device() -> None:
+    """So that what moves and what waits is seen of each: bytes by the seconds that they moved."""
+    metrics = Metrics("main")
+    for way, device, n_bytes, waited, moved_us, mark in (
+        ("save", "cuda:0", 4 * 10**9, 300_000, 100_000, 250_000),
+        ("save", "cuda:0", 10**9, 100_000, 25_000, 50_000),
+        ("load", "", 10**6, 200, 1000, 0),
+    ):
+        metrics.take(
+            events.EngineCopied(
+                seq=1,
+                at_s=0.0,
+                session=1,
+                lease=2,
+                way=way,
+                device=device,
+                rank=0,
+                pages=3,
+                n_bytes=n_bytes,
+                waited_us=waited,
+                moved_us=moved_us,
+                mark_us=mark,
+            )
+        )
+    waits = LateMark(session=1, lease=2, waited_s=3.0, left_s=57.0, device="cuda:0")
+    samples = page(metrics, msgspec.structs.replace(SNAPSHOT, late_marks=(waits, waits)))
+
+    def seconds(way: str, device: str, stage: str) -> float:
+        labels = f'device="{device}",stage="{stage}",way="{way}"'
+        return samples[f"kvd_engine_copy_seconds_sum{{{labels}}}"]
+
+    assert seconds("save", "cuda:0", "mark") == pytest.approx(0.3)
+    assert seconds("save", "cuda:0", "wait") == pytest.approx(0.4)
+    assert seconds("save", "cuda:0", "move") == pytest.approx(0.125)
+    assert seconds("load", "cpu", "move") == pytest.approx(0.001)
+    moved_bytes = samples['kvd_engine_copy_bytes_total{device="cuda:0",way="save"}']
+    assert moved_bytes / seconds("save", "cuda:0", "move") == pytest.approx(40e9)
+    assert samples['kvd_engine_late_marks{device="cuda:0"}'] == 2
 
 
 def test_page_is_stable_and_also_tells_of_the_process() -> None:

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from kvd.cli.sim import sim_command
 from kvd.sim.cluster import Balance, NodeShape, run
+from kvd.sim.drive import DriveShape
 from kvd.trace import TraceRequest
 
 KV_BYTES = 2 * 32 * 8 * 128 * 2
@@ -21,9 +22,9 @@ def request(at_ms, blocks, output=50):
     return TraceRequest(at_ms, 512 * len(blocks), output, list(blocks))
 
 
-def shape(nodes=2, pool_tokens=16_384):
+def shape(nodes=2, pool_tokens=16_384, drive=None):
     """512 tokens take a second to come in, 50 tokens a second to decode."""
-    return NodeShape(nodes, pool_tokens, 16, 512.0, 50.0)
+    return NodeShape(nodes, pool_tokens, 16, 512.0, 50.0, drive=drive)
 
 
 def ran(routing, requests, **fields):
@@ -90,6 +91,36 @@ def test_a_request_waits_for_memory_until_another_lets_go():
     assert routed.wait_mean_s == pytest.approx(3.0 / 2)
 
 
+def test_what_left_the_pool_comes_back_from_the_drive_and_is_waited_for():
+    """Three prompts of two blocks in a pool of two and a half: the first comes back as a whole.
+
+    Two seconds each to come in and one to decode; 2 * 512 tokens take half a second to be read.
+    """
+    load = [request(at_ms, blocks) for at_ms, blocks in ((0, [1, 2]), (9e3, [3, 4]), (2e4, [1, 2]))]
+    tight = {"nodes": 1, "pool_tokens": 1280}
+
+    without = ran("round-robin", load, **tight)
+    routed = ran("round-robin", load, drive=DriveShape(8192, 2048.0), **tight)
+
+    assert (without.reuse, without.promoted, without.written_tokens) == (0.0, 0.0, 0)
+    assert routed.promoted == routed.reuse == pytest.approx(1 / 3)
+    assert routed.sent_tokens == 4 * 512
+    assert routed.wait_mean_s == pytest.approx(0.5 / 3)
+
+
+def test_a_pool_with_a_drive_reuses_what_a_pool_as_large_as_both_does():
+    """Thirty prompts, each asked again after all the others, one node, time enough."""
+    load = [request(20e3 * at, [2 * (at % 30), 2 * (at % 30) + 1]) for at in range(90)]
+
+    both = ran("round-robin", load, nodes=1, pool_tokens=40_000)
+    routed = ran("round-robin", load, nodes=1, pool_tokens=8_000, drive=DriveShape(32_000, 9000.0))
+    alone = ran("round-robin", load, nodes=1, pool_tokens=8_000)
+
+    assert both.reuse == pytest.approx(2 / 3)
+    assert routed.reuse == pytest.approx(both.reuse, abs=0.01)
+    assert alone.reuse == 0.0
+
+
 def test_what_can_never_fit_is_refused_and_counted():
     routed = ran("load-aware", [request(0, [1, 2, 3]), request(0, [1])], pool_tokens=1024)
 
@@ -106,7 +137,7 @@ def test_the_command_prints_a_row_for_each_routing_and_writes_json(tmp_path):
     assert done.exit_code == 0, done.output
     rows = {line.split()[0]: line.split() for line in done.stdout.splitlines()}
     assert rows["round-robin"][1:4] == ["4", "0", "22.22%"]
-    assert rows["longest-match"][3:7] == ["44.44%", "0.3", "2.00", "1.00"]
+    assert rows["longest-match"][3:7] == ["44.44%", "0.00%", "0.3", "2.00"]
     assert rows["load-aware"][3] == "44.44%"
     routings = json.loads(file.read_bytes())["routings"]
     assert [one["routing"] for one in routings] == ["round-robin", "longest-match", "load-aware"]

@@ -10,10 +10,10 @@ from urllib.parse import quote
 
 import numpy as np
 
-from kvd.core.effects import Demote, DropNamespace, DropObjects, Promote
-from kvd.core.inputs import Demoted, Promoted
+from kvd.core.effects import Demote, DropNamespace, DropObjects, Probe, Promote
+from kvd.core.inputs import Demoted, Probed, Promoted
 from kvd.core.layout.geometry import Geometry, PieceRow
-from kvd.storage.orders import DirectoryPlan, Found, ObjectPart, Searched
+from kvd.storage.orders import DirectoryPlan, Found, ObjectPart, Searched, StorePlan
 from kvd.storage.process import StorageProcess
 from kvd.transfer.orders import RegionPlan
 from kvd.types import Pages, pack_ids
@@ -21,6 +21,9 @@ from tests.support.hearing import HeardReports
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvd.harness.store import SeaweedStore
+    from kvd.storage.orders import TierPlan
 
 LIMIT_S = 20.0
 PAGES = 33
@@ -63,6 +66,8 @@ class Region:
 class Site(HeardReports):
     """Starts storage processes, and hears what they say."""
 
+    tier = "disk"
+
     def __init__(
         self,
         directory: Path,
@@ -97,10 +102,14 @@ class Site(HeardReports):
             ],
             self.parts,
             layout=self.layout,
-            tiers=[DirectoryPlan("disk", str(self.directory))],
+            tiers=[self.plan()],
         )
         await self.process.start(self._hear, self._gone)
         await self.until(lambda: self.heard(Searched))
+
+    def plan(self) -> TierPlan:
+        """Where its objects lie."""
+        return DirectoryPlan(self.tier, str(self.directory))
 
     async def stop(self) -> None:
         if self.process is not None:
@@ -131,7 +140,7 @@ class Site(HeardReports):
         self.process.order(
             kind(
                 ticket=ticket,
-                tier="disk",
+                tier=self.tier,
                 namespace=namespace,
                 keys=b"".join(keys),
                 pages=Pages(pack_ids(pages)),
@@ -148,10 +157,10 @@ class Site(HeardReports):
         return (await self.until(lambda: self.heard(Promoted, ticket=ticket)))[0]
 
     def drop(self, keys: list[bytes], namespace: str = "n") -> None:
-        self.process.order(DropObjects("disk", namespace, b"".join(keys)))
+        self.process.order(DropObjects(self.tier, namespace, b"".join(keys)))
 
     def drop_namespace(self, namespace: str) -> None:
-        self.process.order(DropNamespace("disk", namespace))
+        self.process.order(DropNamespace(self.tier, namespace))
 
     # ---- bytes -----------------------------------------------------------------------------------
 
@@ -173,4 +182,50 @@ class Site(HeardReports):
     def file(self, key: bytes, namespace: str) -> Path:
         """That of one object."""
         (found,) = [path for path in self.files(namespace) if path.name == key.hex()]
+        return found
+
+
+class StoreSite(Site):
+    """The same over a store that others share."""
+
+    tier = "store"
+
+    def __init__(self, store: SeaweedStore, *of, answer_s: float = 3.0, **other) -> None:
+        super().__init__(store.directory, *of, **other)
+        self.store, self.answer_s = store, answer_s
+        self.endpoint = store.endpoint
+
+    def plan(self) -> StorePlan:
+        return StorePlan(
+            tier=self.tier,
+            endpoint=self.endpoint,
+            bucket="kvd",
+            prefix="tests",
+            region="us-east-1",
+            credentials_file=str(self.store.credentials_file),
+            profile=None,
+            ca_file=None,
+            answer_s=self.answer_s,
+            deadline_s=40.0,
+            max_bytes=2**24,
+        )
+
+    async def probe(self, keys: list[bytes], namespace: str = "n") -> Probed:
+        ticket = next(self._tickets)
+        self.process.order(Probe(ticket, self.tier, namespace, b"".join(keys)))
+        return (await self.until(lambda: self.heard(Probed, ticket=ticket)))[0]
+
+    def forget(self) -> None:
+        """Its pages are nothing that anybody wrote."""
+        for region in self.regions:
+            region.bytes[:] = 0
+
+    def names(self, namespace: str) -> list[str]:
+        """Of its objects."""
+        below = f"tests/{self.layout}/={quote(namespace, safe='')}/"
+        return [name for name in self.store.names() if name.startswith(below)]
+
+    def name(self, key: bytes, namespace: str) -> str:
+        """Of one object."""
+        (found,) = [name for name in self.names(namespace) if name.endswith(key.hex())]
         return found

@@ -37,12 +37,12 @@ def test_what_is_there_is_there_until_it_is_dropped(tier, tmp_path):
     for name in names:
         place(tmp_path, name)
 
-    assert tier.exists([*names, ObjectName("m", key(1))]) == [True] * 5 + [False]
+    assert tier.exists([*names, ObjectName("m", key(1))]).there == [True] * 5 + [False]
     tier.drop([names[1], ObjectName("m", key(9))])
-    assert tier.exists(names) == [True, False, True, True, True]
+    assert tier.exists(names).there == [True, False, True, True, True]
     tier.drop_namespace("n")
     tier.drop_namespace("nobody's")
-    assert tier.exists(names) == [False] * 4 + [True]
+    assert tier.exists(names).there == [False] * 4 + [True]
     assert [found.name for found in tier.search().objects] == [names[4]]
 
 

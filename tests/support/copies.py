@@ -11,7 +11,7 @@ import os
 import socket
 import tempfile
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from kvd.wire.attach import (
     Attached,
     CopyBegins,
     CopyEnds,
+    CopyWaits,
     KeepsBlocks,
     Leave,
     RankAnswer,
@@ -83,7 +84,9 @@ def mha_pool(*, page_size: int = 16, pages: int = 40, layers: int = 2) -> PoolSp
 class WordsDaemon:
     """One process has joined it: ``worker``. ``rules`` refuse a copy, or None lets it begin."""
 
-    def __init__(self, spec: PoolSpec, *, rank: int = 0, is_held: bool = False) -> None:
+    def __init__(
+        self, spec: PoolSpec, *, rank: int = 0, is_held: bool = False, hears_waits: bool = True
+    ) -> None:
         self.regions = build_pool(spec)
         attached = Attached(
             session=7,
@@ -91,6 +94,7 @@ class WordsDaemon:
             node="node-a",
             incarnation=INCARNATION,
             pools=(pool_memory(spec),),
+            hears_waits=hears_waits,
         )
         fds = [os.dup(region.arena.fd) for region in self.regions if region.arena is not None]
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -99,6 +103,8 @@ class WordsDaemon:
         self.knows_of_blocks = False
         self.began: dict[int, CopyBegins] = {}
         self.ended: dict[int, CopyEnds] = {}
+        self.waits: dict[int, CopyWaits] = {}
+        """Those that are not over."""
         self.refuse: Callable[[CopyBegins | CopyEnds], Refusal | None] = lambda _: None
         self._may_answer = threading.Event()
         self._held: list[CopyBegins | CopyEnds] = []
@@ -159,12 +165,25 @@ class WordsDaemon:
                 continue
             with self._news:
                 self.said.append(word)  # type: ignore[arg-type]
+                if isinstance(word, CopyWaits):
+                    self.waits[word.call] = word
+                elif isinstance(word, CopyBegins):
+                    self.waits.pop(word.waited, None)
                 is_held = not self._may_answer.is_set()
                 if is_held and isinstance(word, CopyBegins | CopyEnds):
                     self._held.append(word)
                 self._news.notify_all()
-            if not is_held and isinstance(word, CopyBegins | CopyEnds):
+            if isinstance(word, CopyWaits) or self._is_given_up(word):
+                self._sock.send(ATTACH_REPLIES.encode(RankAnswer(word.call)))
+            elif not is_held and isinstance(word, CopyBegins | CopyEnds):
                 self._reply(word)
+
+    def _is_given_up(self, word: object) -> TypeGuard[CopyEnds]:
+        """Whether that is the end of an order that never began."""
+        with self._news:
+            found = isinstance(word, CopyEnds) and self.waits.pop(word.copy, None)
+            self._news.notify_all()
+        return bool(found)
 
     def _reply(self, word: CopyBegins | CopyEnds) -> None:
         refusal = self.refuse(word)

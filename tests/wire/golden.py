@@ -15,7 +15,7 @@ from msgspec import inspect
 
 from kvd.wire import admin, client, events, peer
 from kvd.wire.attach import AttachReply, AttachRequest
-from kvd.wire.events import NumberedEvent
+from kvd.wire.numbered_event import NumberedEvent
 
 FILE = Path(__file__).parent / "golden.json"
 

@@ -42,7 +42,7 @@ TROUBLE = frozenset(
         *("quarantined", "peer-suspect", "peer-lost", "peer-refused", "handshake-failed"),
         *("message-refused", "recording-ended", "violation-healed"),
         *("drain-began", "peer-draining", "client-hung-up-on", "slow-path"),
-        *("tier-down", "tier-away"),
+        *("tier-down", "tier-away", "cache-thrashing"),
     }
 )
 FAULTS = frozenset({"violation", "pages-corrupt"})
@@ -116,6 +116,12 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "quarantined": ("lease {lease}: {pages} pages, {peer} may still write: {why}",),
     "quarantine-ended": ("lease {lease}: {pages} pages free after {age_s}: {proof}",),
     "evicted": ("{pages} pages", " of {component}", " in {nodes} nodes", ": {reason}"),
+    "cache-thrashing": (
+        "client {hurt} missed {pages} pages that went for client {session}",
+        " ({need})",
+        " of {namespace}",
+        ", {after_s} later, and not for the first time",
+    ),
     "waiting": (
         "client {session} waits for room",
         " in room {room}",

@@ -31,7 +31,7 @@ CHECKS: tuple[Callable[[Subject], list[DoctorFinding]], ...] = (
     *(host.versions, memory.memory, memory.backing, host.shared_memory, host.huge_pages),
     *(memory.numa, host.locked_memory, host.open_files, host.clock, host.user),
     *(host.runtime_directory, host.recordings, host.devices, memory.cuda, host.credentials),
-    *(service.interpreter, service.service, host.addresses, peers.peer_keys),
+    *(service.interpreter, service.service, service.late_marks, host.addresses, peers.peer_keys),
     *(transport.ucx_environment, transport.tcp_retries, host.direct_copies, transport.binding),
     *(peers.neighbours, transport.self_transfer, devices.device_transfer),
 )

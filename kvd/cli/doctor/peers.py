@@ -9,7 +9,6 @@ Hello in this node's name: that would tell the peer that the daemon before is go
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
 import stat
@@ -21,9 +20,8 @@ import msgspec
 import zmq
 
 from kvd.cli.doctor.finding import DoctorFinding, Subject, good, poor, wrong
-from kvd.cli.exits import Unreachable
-from kvd.cli.link import CALL, Target, ask
-from kvd.config.address import ipc_path, tcp_address
+from kvd.cli.doctor.service import running
+from kvd.config.address import tcp_address
 from kvd.config.pool import pool_spec
 from kvd.core.peers.allowed import allowed_by_name
 from kvd.core.peers.compatibility import layout_match
@@ -31,7 +29,6 @@ from kvd.curve import KeyFlaw, read_pair
 from kvd.errors import Refusal
 from kvd.sockets import is_ipv6, open_dealer
 from kvd.text import clean
-from kvd.wire.admin import ShowStatus, Status
 from kvd.wire.codec import PEER_MESSAGES
 from kvd.wire.peer import PROTOCOL, Hello, Ping, Reject
 
@@ -42,8 +39,6 @@ if TYPE_CHECKING:
     from kvd.curve import KeyPair
     from kvd.wire.snapshot import PeerState
 
-ANSWER_S = 0.5
-"""For a daemon of this host."""
 CONNECT_S = 1.0
 HANDSHAKE_MS = 2000
 """A handshake that takes longer is given up. One with a key that is not listed ends only then."""
@@ -110,15 +105,8 @@ def be_client(dealer: zmq.Socket[bytes], own: KeyPair, server: str) -> None:
 
 def _known(subject: Subject) -> dict[str, PeerState] | None:
     """The peers of the running daemon by name; None where none runs."""
-    endpoint = subject.config.sockets.admin
-    path = ipc_path(endpoint)
-    if path is None or not os.path.exists(path):  # or this user cannot look there
-        return None
-    try:
-        shot = ask(Target(endpoint, ANSWER_S), ShowStatus(CALL), Status).snapshot
-    except Unreachable:
-        return None
-    return {peer.name: peer for peer in shot.peers}
+    shot = running(subject)
+    return None if shot is None else {peer.name: peer for peer in shot.peers}
 
 
 def _as_known(configured: ConfiguredPeer, peer: PeerState | None) -> DoctorFinding:

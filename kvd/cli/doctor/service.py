@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvd.cli.doctor.finding import DoctorFinding, Subject, good, poor, wrong
+from kvd.cli.exits import Unreachable
+from kvd.cli.link import CALL, Target, ask
 from kvd.cli.systemd_reach import flaws, user_called
+from kvd.config.address import ipc_path
 from kvd.text import clean
+from kvd.wire.admin import ShowStatus, Status
+
+if TYPE_CHECKING:
+    from kvd.wire.snapshot import Snapshot
 
 UNIT = "kvd.service"
 SERVICE_USER = "kvd"
@@ -17,9 +26,34 @@ PROPERTIES = (
     "LoadState,ActiveState,SubState,Result,UnitFileState,User,NeedDaemonReload,WatchdogUSec,"
     "FileDescriptorStoreMax,NFileDescriptorStore,NRestarts,LimitMEMLOCK,LimitNOFILE"
 )
+ANSWER_S = 0.5
+"""For a daemon of this host."""
 INFINITE = {"infinity", "18446744073709551615"}
 VENV = "/opt/kvd/venv"
 _EDIT = "systemctl edit kvd"
+
+
+def running(subject: Subject) -> Snapshot | None:
+    """What the running daemon says of itself; None where none runs."""
+    endpoint = subject.config.sockets.admin
+    path = ipc_path(endpoint)
+    if path is None or not os.path.exists(path):  # or this user cannot look there
+        return None
+    try:
+        return ask(Target(endpoint, ANSWER_S), ShowStatus(CALL), Status).snapshot
+    except Unreachable:
+        return None
+
+
+def late_marks(subject: Subject) -> list[DoctorFinding]:
+    """Whether copies of engines wait for what those compute first, as the running daemon knows."""
+    shot = running(subject)
+    if shot is None or not shot.late_marks:
+        return []
+    oldest = max(shot.late_marks, key=lambda mark: mark.waited_s)
+    more = f", and {len(shot.late_marks) - 1} more" if len(shot.late_marks) > 1 else ""
+    fix = f"look whether its device computes or hangs; kvd why client {oldest.session} says more"
+    return [poor("marks", f"{clean(oldest.words)}{more}", fix)]
 
 
 def service(subject: Subject) -> list[DoctorFinding]:

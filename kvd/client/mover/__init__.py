@@ -5,8 +5,8 @@ blocks into those pages, or back. It never waits: a thread of this process does 
 
 What lives here: what an engine's blocks are (``EngineBlocks``), the bytes of a block and of a page
 (``PieceTable``), one order (``PendingCopy``), the thread that sees it through (``Mover``), what
-that sleeps on (``Bell``), and who moves the bytes: processors (``HostLane``), or the copy engine of
-a device (``DeviceLane``).
+that sleeps on (``Bell``), what the daemon is told of late marks (``LateMarks``), and who moves the
+bytes: processors (``HostLane``), or the copy engine of a device (``DeviceLane``).
 
 What must not: which blocks an engine copies, and when. CUDA is loaded for blocks that lie on a
 device, and for nothing else; torch never.

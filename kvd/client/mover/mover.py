@@ -18,8 +18,9 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
+from kvd.client.mover.late_marks import MAX_WHY, LateMarks
 from kvd.client.mover.pending_copy import CopyState, LaneDead, MemoryFault
 from kvd.client.mover.pieces import PieceUnits
 from kvd.errors import Code, KvdError, Refusal
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
     from kvd.client.lease_key import LeaseKey
     from kvd.client.mover.bell import Bell
+    from kvd.client.mover.lane import CopyLane, LaneCopy
     from kvd.client.mover.pending_copy import OrderPart, PendingCopy
-    from kvd.client.mover.pieces import PieceColumns
     from kvd.client.rank_words import PendingWord, RankWords
 
 log = logging.getLogger("kvd.client")
@@ -59,81 +60,6 @@ AGING_BYTES_PER_S: Final = 4 * 2**30
 
 CLOSE_WITHIN_S: Final = 10.0
 """How long a close waits for what is in flight; it takes milliseconds, or the device hangs."""
-
-
-class LaneCopy(Protocol):
-    """Pieces that a lane has begun."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no byte of them moves any more.
-
-        Raises:
-            LaneDead: nobody can tell any more.
-        """
-        ...
-
-    @property
-    def fault(self) -> Exception | None:
-        """Why they are not all there."""
-        ...
-
-
-class CopyLane(Protocol):
-    """Who moves bytes."""
-
-    @property
-    def device(self) -> str:
-        """Of which device, as the daemon is told; empty for processors."""
-        ...
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Begun at once."""
-        ...
-
-    @property
-    def depth(self) -> int:
-        """So many chunks of a direction are under way at most."""
-        ...
-
-    @property
-    def polls(self) -> bool:
-        """Whether one must look, since nothing rings."""
-        ...
-
-    @property
-    def mark_kind(self) -> type | tuple[type, ...]:
-        """Of what ``mark`` gives."""
-        ...
-
-    def mark(self, stream: object = None) -> object:
-        """Stands for all that was begun in that stream of the engine, or its thread's own."""
-        ...
-
-    def has_come(self, mark: object) -> bool:
-        """Whether all that is done."""
-        ...
-
-    def enter(self) -> None:
-        """The mover's thread begins; all but ``mark`` is called by it.
-
-        Where nothing is to be looked at, any thread calls ``has_come``.
-        """
-        ...
-
-    def begin(self, columns: PieceColumns, *, to_pages: bool) -> LaneCopy:
-        """Begin to copy these pieces.
-
-        Raises:
-            MemoryFault: some cannot be copied; nothing has begun.
-            LaneDead: nothing can be copied any more.
-        """
-        ...
-
-    def close(self) -> None:
-        """Nothing is begun any more."""
-        ...
 
 
 class _LostCopy:
@@ -196,6 +122,7 @@ class Mover:
         self._bell = bell
         self._words = words
         self._check = check
+        self._late = LateMarks(words, lane.device)
         self._new: deque[PendingCopy] = deque()
         self._waiting: deque[PendingCopy] = deque()
         self._asking: dict[PendingWord, PendingCopy] = {}
@@ -346,7 +273,7 @@ class Mover:
         if self.lane.polls and (self._moving or self._waiting):
             idle_s = time.monotonic() - self._busy_s
             within_s = min(LOOK_SELDOM_S, max(LOOK_EVERY_S, idle_s / LOOK_SHARE))
-        elif self._unsaid or self._waiting:
+        elif self._unsaid or self._waiting or self._late.has_more_to_say:
             within_s = LOOK_SELDOM_S
         else:
             within_s = ANSWER_LOOK_S if self._open() else 3600.0
@@ -360,13 +287,13 @@ class Mover:
         """
         now_s, is_busy = time.monotonic(), False
         late: set[object] = set()
+        self._late.say_again()
         for _ in range(len(self._waiting)):
             if len(late) >= MARKS_AT_ONCE or len(self._under_way) >= ASKED_AT_ONCE:
                 break
             # It leaves the queue when all that may fail is done: a lane that dies here finds it.
             copy = self._waiting[0]
-            is_late = copy.after in late and self._why_dropped(copy) is None
-            if not is_late and not self._leaves(copy, now_s):
+            if not self._leaves(copy, now_s, is_late=copy.after in late):
                 late.add(copy.after)
             if copy.state is CopyState.WAITING:
                 self._waiting.rotate(-1)
@@ -381,16 +308,17 @@ class Mover:
             return _cancelled(copy)
         return self._dead or self._closing
 
-    def _leaves(self, copy: PendingCopy, now_s: float) -> bool:
+    def _leaves(self, copy: PendingCopy, now_s: float, *, is_late: bool) -> bool:
         """Whether its mark has come, or it waits for it no more."""
         why = self._why_dropped(copy)
-        if why is None and not self.lane.has_come(copy.after):
+        if why is None and (is_late or not self.lane.has_come(copy.after)):
             if now_s - copy.ordered_s < copy.mark_within_s:
+                self._late.wait(copy, now_s)
                 return False
             why = _no_mark(copy)
             log.warning("%s", why.message)
         if why is not None:
-            copy.end(why)
+            self._drop(copy, why)
             return True
         try:
             self._check(copy.key)
@@ -398,12 +326,18 @@ class Mover:
         except KvdError as error:
             # Where the daemon lives and has not read what was said before, it is said later.
             if self._words.end is not None or not error.retryable:
-                copy.end(error.refusal)
+                self._drop(copy, error.refusal)
         except Exception as error:
             log.exception("%s cannot be asked for", copy.words)
             told = f"{copy.words} cannot be asked for: {error!r:.200}"
-            copy.end(Refusal(Code.BAD_REQUEST, told, side="client"))
+            self._drop(copy, Refusal(Code.BAD_REQUEST, told, side="client"))
         return True
+
+    def _drop(self, copy: PendingCopy, why: Refusal) -> None:
+        """It is over before the daemon was asked."""
+        copy.waited_s = time.monotonic() - copy.ordered_s
+        self._late.given_up(copy, why.message)
+        copy.end(why)
 
     def _ask(self, copy: PendingCopy) -> None:
         parts = tuple(
@@ -425,12 +359,15 @@ class Mover:
                     parts=parts,
                     upto_tokens=copy.upto_tokens,
                     device=self.lane.device,
+                    waited=self._late.call_of(copy),
                 ),
                 self._answered,
             )
         except BaseException:
             self._under_way.discard(copy)
             raise
+        self._late.begun(copy)
+        copy.mark_s = copy.mark_s or time.monotonic() - copy.ordered_s
         copy.state = CopyState.ASKING
         self._asking[word] = copy
 
@@ -592,10 +529,8 @@ def _ends(moving: _Moving, call: int) -> CopyEnds:
         waited_us=int(copy.waited_s * 1e6),
         moved_us=int(copy.moved_s * 1e6),
         why=why[:MAX_WHY],
+        mark_us=int(copy.mark_s * 1e6),
     )
-
-
-MAX_WHY: Final = 512
 
 
 def _cancelled(copy: PendingCopy) -> Refusal:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvd.client.lease_key import LeaseKey
     from kvd.client.mover.blocks import Caches, GivenMemory
-    from kvd.client.mover.mover import CopyLane
+    from kvd.client.mover.lane import CopyLane
     from kvd.client.pool import Pool
     from kvd.client.rank_words import RankWords
 

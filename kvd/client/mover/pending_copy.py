@@ -93,8 +93,8 @@ class OrderPart:
 class PendingCopy:
     """An order under way. ``poll`` it, wait for its ``result``, or ``await`` it.
 
-    It ends by itself, also where nobody asks. ``n_bytes``, ``waited_s`` (for its mark and for its
-    turn) and ``moved_s`` are known once it is over.
+    It ends by itself, also where nobody asks. ``n_bytes``, ``waited_s`` (for its mark and for the
+    daemon's word), of that ``mark_s`` (for its mark) and ``moved_s`` are known once it is over.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class PendingCopy:
         """Why it does not count, once it is over."""
         self.n_bytes = 0
         self.ordered_s = time.monotonic()
-        self.waited_s = 0.0
+        self.waited_s = self.mark_s = 0.0
         self.moved_s = 0.0
         self._ring: Callable[[], object] | None = None
         self._tell: Callable[[PendingCopy], object] | None = None

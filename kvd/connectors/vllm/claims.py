@@ -55,9 +55,9 @@ class Claims:
     def ahead(self, link: NodeLink, tracked: Tracked) -> bool:
         """Claim its pages with its look-up; whether that is so, and needs no other."""
         waiting = self._requests.ahead
-        n_tokens = tracked.prompt_tokens
+        n_tokens = tracked.request.num_prompt_tokens
         for other in waiting.values():
-            n_tokens += other.prompt_tokens
+            n_tokens += other.request.num_prompt_tokens
         if not self._saves or len(waiting) >= self.most_ahead or n_tokens > MOST_AHEAD_TOKENS:
             return False
         waiting[tracked.id] = tracked
@@ -97,7 +97,7 @@ class Claims:
                 tracked.request.prompt_token_ids if is_first else tracked.numbered(link.node),
                 extra_keys=tracked.extra if is_first else None,
                 hold="all" if is_whole else "prefix",
-                namespace=tracked.namespace,
+                namespace=tracked.naming.known,
                 promise_tokens=self._look_ups.promise_tokens if is_whole else 0,
                 deadline_s=0.0,
             )
@@ -135,10 +135,11 @@ class Claims:
         tracked.took(lease, known_tokens=known_tokens, filled_tokens=found_tokens)
         if tracked.takes_room:
             self._requests.end_room(link, tracked)
-        self._requests.due.soon(tracked)
         if tracked.stage is RequestStage.PROBING or tracked.stage is RequestStage.FOUND:
             self._look_ups.found(tracked, found_tokens)
-        elif tracked.stage is RequestStage.CLAIMING:
+            return  # whoever gives it blocks has it looked at
+        self._requests.due.soon(tracked)
+        if tracked.stage is RequestStage.CLAIMING:
             if found_tokens < tracked.loads_to:
                 self._requests.alone(tracked, "evicted between look-up and lease")
             else:

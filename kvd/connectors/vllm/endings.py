@@ -46,9 +46,13 @@ class Endings:
         lease, tracked.lease = tracked.lease, None
         if not shares:
             end_room(tracked, link)
-        if lease is not None:
-            self.leases.append(EndingLease(tracked, lease, link, shares=shares))
-            self.settle()
+        if lease is None:
+            return
+        ending = EndingLease(tracked, lease, link, shares=shares)
+        if tracked.copies:
+            self.leases.append(ending)
+        else:
+            self._end(ending)
 
     def settle(self) -> None:
         """End those to whose pages no copy is under way."""
@@ -75,11 +79,10 @@ class Endings:
 
     def _end(self, ending: EndingLease) -> None:
         tracked, lease, link = ending.tracked, ending.lease, ending.link
-
         if not ending.shares:
             link.say(lease.leave)
             return
-        upto, prompt_tokens = tracked.saved_tokens, tracked.prompt_tokens
+        upto, prompt_tokens = tracked.saved_tokens, tracked.request.num_prompt_tokens
         is_all, is_open = upto >= prompt_tokens, bool(tracked.send or tracked.opening)
         if is_open and not is_all:
             end_room(tracked, link)

@@ -44,7 +44,7 @@ class HeldRequests:
 
     def can_be_handed_over(self, tracked: Tracked) -> bool:
         """Whether who decodes it can be told that its KV is here, or is about to be."""
-        if tracked.is_broken or not self._moves.will_send(tracked):
+        if not tracked.transfer.sends or tracked.is_broken or not self._moves.will_send(tracked):
             return False
         if tracked.request.num_computed_tokens < tracked.prompt_tokens:
             return False  # aborted
@@ -65,8 +65,9 @@ class HeldRequests:
         if tracked.lease is None:
             is_claimed = tracked.claim is not None and tracked.has_run
             return is_claimed and self._moves.saves_anything
-        is_ordered = tracked.ordered_tokens >= tracked.prompt_tokens or tracked.is_broken
-        return bool(tracked.room) and not is_ordered
+        if not tracked.room:
+            return False
+        return tracked.ordered_tokens < tracked.prompt_tokens and not tracked.is_broken
 
     def saves(self, held: Tracked) -> list[CopyOrder]:
         """Have its blocks copied, or give up that they are."""

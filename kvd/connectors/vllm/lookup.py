@@ -118,7 +118,7 @@ class LookUps:
         Raises:
             KvdError: nobody can be asked, or nobody knows its adapter.
         """
-        tracked.stage, tracked.asked_s = RequestStage.NAMING, self._now_s()
+        tracked.asked_s = self._now_s()  # it is NAMING
         if tracked.naming.known or self._is_named(tracked, tracked.naming.poll):
             self._ask(link, tracked)
 
@@ -134,11 +134,13 @@ class LookUps:
         return False
 
     def _ask(self, link: NodeLink, tracked: Tracked) -> None:
+        """Ask for it; ``asked_s`` is now."""
         meeting = tracked.transfer.meeting
         # Of one token nothing can be loaded: the last one is computed in any case.
         if meeting is None or meeting.peer == link.name or tracked.prompt_tokens < 2:
-            tracked.takes_room = meeting.number if meeting and meeting.peer == link.name else 0
-            self._begin_probing(tracked)
+            if meeting is not None and meeting.peer == link.name:
+                tracked.takes_room = meeting.number
+            tracked.stage, tracked.was_missed = RequestStage.PROBING, False
             if not self.claim_ahead(link, tracked):
                 self.probe(link, tracked)
             return
@@ -151,7 +153,7 @@ class LookUps:
 
     def _meet(self, link: NodeLink, tracked: Tracked, meeting: Meeting) -> None:
         # Where there is a room somebody keeps the prompt for us; without, what is cached there.
-        tracked.stage, tracked.asked_s = RequestStage.MEETING, self._now_s()
+        tracked.stage = RequestStage.MEETING
         tracked.call = link.ask(
             link.node.begin_receive,
             meeting.number or None,
@@ -169,17 +171,14 @@ class LookUps:
                 link.node.begin_match, tracked.numbered(link.node), namespace=tracked.namespace
             )
 
-    def _begin_probing(self, tracked: Tracked) -> None:
-        tracked.stage, tracked.asked_s = RequestStage.PROBING, self._now_s()
-        tracked.was_missed = False
-
     def probe(self, link: NodeLink, tracked: Tracked) -> None:
         """Ask how much of it is cached; nothing of that is kept for it.
 
         Raises:
             KvdError: nobody can be asked.
         """
-        self._begin_probing(tracked)
+        tracked.stage, tracked.asked_s = RequestStage.PROBING, self._now_s()
+        tracked.was_missed = False
         tracked.call = link.ask(
             link.node.begin_match, tracked.numbered(link.node), namespace=tracked.namespace
         )
@@ -199,6 +198,7 @@ class LookUps:
             poll = tracked.naming.poll
             if not self._is_named(tracked, lambda: self._budget.heard(poll)):
                 return False
+            tracked.asked_s = self._now_s()
             self._ask(link, tracked)
         if tracked.stage is RequestStage.MEETING and not self._is_met(link, tracked, is_idle):
             return False

@@ -11,19 +11,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvd.client import KvdError
+from kvd.connectors.vllm.tracked import RequestStage
 from kvd.connectors.vllm.windows import WindowBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from kvd.client import ArrivingPages, SyncLease
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.orders import CopyOrder
     from kvd.connectors.vllm.requests import Requests
     from kvd.connectors.vllm.sessions import NodeLink
-    from kvd.connectors.vllm.tracked import Tracked
+    from kvd.connectors.vllm.tracked import CopyUnderWay, Tracked
     from kvd.connectors.vllm.under_way import OrdersUnderWay
 
+
+UNLOADED: Final = "the workers could not load it"
 
 BLOCKS_AT_ONCE: Final = 4
 """Pages that a growing answer takes: fewer are a message more often, more may never be written."""
@@ -73,6 +79,7 @@ class Moves:
             order = self._copies.begin(
                 tracked,
                 tracked.lease,
+                tracked.lease.pages,
                 is_load=True,
                 rows=self._rows(tracked.started_tokens, tracked.loads_to),
                 upto_tokens=tracked.loads_to,
@@ -98,6 +105,7 @@ class Moves:
         order = self._copies.begin(
             tracked,
             come,
+            come.pages,
             is_load=True,
             rows=self._rows(tracked.started_tokens, upto),
             upto_tokens=upto,
@@ -150,8 +158,9 @@ class Moves:
     def _ordered(
         self, link: NodeLink, tracked: Tracked, lease: SyncLease, upto: int
     ) -> list[CopyOrder]:
-        prompt_tokens = tracked.prompt_tokens
-        n_pages = self._pages_of(link, tracked, lease, upto)
+        prompt_tokens = tracked.request.num_prompt_tokens
+        pages = self._pages_of(link, tracked, lease, max(upto, prompt_tokens), upto)
+        n_pages = len(pages)
         whole = min(upto // self._block, n_pages) * self._block
         if tracked.transfer.sends and whole <= prompt_tokens <= min(upto, n_pages * self._block):
             whole = prompt_tokens
@@ -165,10 +174,57 @@ class Moves:
             # with windows it has the last blocks of that, and a page is a block of each.
             tracked.is_broken = True
             return []
-        order = self._copies.begin(tracked, lease, is_load=False, rows=rows, upto_tokens=whole)
+        order = self._copies.begin(
+            tracked, lease, pages, is_load=False, rows=rows, upto_tokens=whole
+        )
         tracked.ordered_tokens = whole
         tracked.saving.append(tracked.copies[order.number])
         return [order]
+
+    # ---- what has become of them -------------------------------------------------------------
+
+    def over(self, copy: CopyUnderWay) -> None:
+        """All ranks have answered that order."""
+        if copy.is_load:
+            self._load_over(copy)
+        else:
+            self._save_over(copy)
+
+    def _load_over(self, copy: CopyUnderWay) -> None:
+        tracked = copy.tracked
+        if not copy.order.is_last:
+            # Of one whose last order is out the workers say that it has failed.
+            if not copy.is_done and tracked.id in self._requests.arriving:
+                self._requests.alone(tracked, UNLOADED)
+        elif tracked.stage is RequestStage.LOADING and copy.is_done:
+            tracked.stage = RequestStage.COMPUTING
+            self._requests.due.soon(tracked)
+        elif tracked.stage is RequestStage.LOADING:
+            self._requests.alone(tracked, UNLOADED)
+
+    def _save_over(self, copy: CopyUnderWay) -> None:
+        """What is saved up to the first copy that is not done, or not yet, is in the pages."""
+        tracked = copy.tracked
+        before, saving = tracked.saved_tokens, tracked.saving
+        while saving and saving[0].is_over and saving[0].is_done:
+            tracked.saved_tokens = saving.popleft().order.upto_tokens
+        if not copy.is_done and not tracked.is_broken:
+            # What lies before it is as good as it was: that is shared, and can be loaded again.
+            tracked.is_broken = True
+            if tracked.lease is not None:
+                self._requests.count_alone("the workers could not save a part of it")
+        elif tracked.saved_tokens > before:
+            self._share(tracked)
+
+    def _share(self, tracked: Tracked) -> None:
+        """Its chunks are there for others while it goes on."""
+        link, lease, upto = tracked.link, tracked.lease, tracked.saved_tokens
+        if lease is None or link is None or upto > tracked.prompt_tokens:
+            return
+        if tracked.id in self._requests.here:
+            more = tracked.unknown_tokens(upto)
+            tracked.known_tokens = max(tracked.known_tokens, upto)
+            link.say(lease.share, more, upto)
 
     # ---- pages -------------------------------------------------------------------------------
 
@@ -187,8 +243,13 @@ class Moves:
         """Whether it will be handed over, and its lease can have all of it."""
         return self.will_send(tracked) and self.has_pages_for_prompt(tracked)
 
-    def _pages_of(self, link: NodeLink, tracked: Tracked, lease: SyncLease, upto: int) -> int:
-        """How many pages its lease has; more are asked for when the last is reached."""
+    def _pages_of(
+        self, link: NodeLink, tracked: Tracked, lease: SyncLease, wanted: int, upto: int
+    ) -> NDArray[np.int32]:
+        """The pages of its lease; more are asked for when the last is reached.
+
+        ``wanted``: there are to be pages for so many tokens. ``upto``: so many are computed.
+        """
         if tracked.extension is not None:
             try:
                 if link.poll(tracked.extension) is not None:
@@ -196,13 +257,9 @@ class Moves:
             except KvdError:
                 # A full pool: what comes behind is not saved. It is asked for once.
                 tracked.extension, tracked.is_full = None, True
-        n_pages = len(lease.pages)
-        lacking = max(0, max(upto, tracked.prompt_tokens) - n_pages * self._block)
-        if (
-            tracked.extension is None
-            and not tracked.is_full
-            and upto // self._block >= n_pages
-            and lacking + self._more_tokens > 0
-        ):
-            tracked.extension = link.ask(lease.begin_extend, lacking + self._more_tokens)
-        return n_pages
+        pages = lease.pages
+        if upto // self._block >= len(pages) and tracked.extension is None and not tracked.is_full:
+            lacking = max(0, wanted - len(pages) * self._block) + self._more_tokens
+            if lacking > 0:
+                tracked.extension = link.ask(lease.begin_extend, lacking)
+        return pages

@@ -36,11 +36,11 @@ class CopyOrder(msgspec.Struct, frozen=True):
     is_last: bool = True
 
     @property
-    def used(self) -> list[int]:
+    def used(self) -> tuple[int, ...]:
         """Blocks that it reads or writes."""
-        found: list[int] = []
+        found: tuple[int, ...] = ()
         for row in self.blocks:
-            found += row if NO_BLOCK not in row else (b for b in row if b != NO_BLOCK)
+            found += row if NO_BLOCK not in row else tuple(b for b in row if b != NO_BLOCK)
         return found
 
 

@@ -67,22 +67,28 @@ class DueRequests:
     def __init__(self) -> None:
         self._passed = 0
         """So many tokens may have been computed of one request, in all steps together."""
+        self._soon: dict[str, Tracked] = {}
+        """Those that the next step has to look at which they are in."""
         self._at: dict[str, int] = {}
-        """When a step has to look at each, as that is counted."""
+        """When a step has to look at each of the others, as that is counted."""
         self._looks: list[tuple[int, int, Tracked]] = []
         """The same, the next one first; what was said of one before is there too."""
         self._numbers = itertools.count()
 
     def soon(self, tracked: Tracked) -> None:
         """Look at it in the next step that it is in."""
-        self._add(tracked, self._passed)
+        self._soon[tracked.id] = tracked
 
     def after(self, tracked: Tracked, n_tokens: int) -> None:
         """Look at it in the step that may have computed so many tokens more of it."""
-        self._add(tracked, self._passed + max(1, n_tokens))
+        at, before = self._passed + max(1, n_tokens), self._at.get(tracked.id)
+        if before is None or at < before:
+            self._at[tracked.id] = at
+            heapq.heappush(self._looks, (at, next(self._numbers), tracked))
 
     def never(self, tracked: Tracked) -> None:
         """Nobody need look at it."""
+        self._soon.pop(tracked.id, None)
         self._at.pop(tracked.id, None)
 
     def take(self, scheduled: Mapping[str, int]) -> list[Tracked]:
@@ -94,23 +100,18 @@ class DueRequests:
         if not scheduled:
             return []
         self._passed += max(scheduled.values()) or 1
-        looks = self._looks
-        found: list[Tracked] = []
-        absent: list[Tracked] = []
+        soon, at, looks = self._soon, self._at, self._looks
         while looks and looks[0][0] <= self._passed:
-            at, _, tracked = heapq.heappop(looks)
-            if self._at.get(tracked.id) == at:
-                del self._at[tracked.id]
-                (found if tracked.id in scheduled else absent).append(tracked)
-        for tracked in absent:
-            self.soon(tracked)
+            due, _, tracked = heapq.heappop(looks)
+            if at.get(tracked.id) == due:
+                soon[tracked.id] = tracked
+        found: list[Tracked] = []
+        for request_id, tracked in list(soon.items()):
+            if request_id in scheduled:
+                found.append(tracked)
+                del soon[request_id]
+                at.pop(request_id, None)
         return found
-
-    def _add(self, tracked: Tracked, at: int) -> None:
-        before = self._at.get(tracked.id)
-        if before is None or at < before:
-            self._at[tracked.id] = at
-            heapq.heappush(self._looks, (at, next(self._numbers), tracked))
 
 
 class Requests:

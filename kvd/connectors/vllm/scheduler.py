@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.orders import CopyOrder, StepReport
     from kvd.connectors.vllm.sessions import NodeLink
-    from kvd.connectors.vllm.tracked import CopyUnderWay, RequestView
+    from kvd.connectors.vllm.tracked import RequestView
     from kvd.connectors.vllm.under_way import CountedBlocks
 
 P = ParamSpec("P")
@@ -87,7 +87,6 @@ where it is made."""
 WATCH_EVERY_S: Final = 0.1
 """So often the same is done beside the steps, where no step has done it meanwhile."""
 
-UNLOADED: Final = "the workers could not load it"
 NOBODY: Final = "no session with a daemon"
 UNFILLED: Final = "another connector may not have filled its blocks: it is not saved further"
 MOST_IN_FLIGHT: Final = 8
@@ -129,6 +128,8 @@ class SchedulerHalf:
     ) -> None:
         self._options = options
         self._base = base_namespace
+        self._naming = RequestNamespace(base_namespace, None, None)
+        """Of requests without adapter and salt."""
         self.block_size = block_size
         self._now_s = now_s
         self._log = ConnectorLog(now_s)
@@ -231,7 +232,8 @@ class SchedulerHalf:
     ) -> T:
         """What ``hook`` returns, one thread at a time; ``otherwise`` after a mistake in it.
 
-        That is told, and nothing is done with the session any more; vLLM goes on.
+        That is told, and nothing is done with the session any more; vLLM goes on. What vLLM says of
+        each request does the same in its own place, as every call between costs it.
         """
         with self._lock:
             try:
@@ -240,9 +242,9 @@ class SchedulerHalf:
                 self._mistaken(where, error)
                 return otherwise
 
-    def _gather(self, n_requests: int) -> NodeLink | None:
+    def _gather(self) -> NodeLink | None:
         """Have what is said for several leave together: by ``send_gathered`` of the link."""
-        link = self._sessions.link if n_requests > 1 else None
+        link = self._sessions.link
         if link is not None:
             link.node.gather()
         return link
@@ -267,6 +269,7 @@ class SchedulerHalf:
         """What the engine's KV is of is known now, before any request is found."""
         with self._lock:
             self._base = base_namespace
+            self._naming = RequestNamespace(base_namespace, None, None)
             self._resets.name(base_namespace)
 
     def flush(self) -> bool:
@@ -318,7 +321,11 @@ class SchedulerHalf:
             lora: what its adapter is known by, if it has one.
             extra: by page, what it is found by beside its tokens; None: it cannot be found.
         """
-        self.kept_in("a request comes", None, self._arrived, request, lora, extra)
+        with self._lock:
+            try:
+                self._arrived(request, lora, extra)
+            except Exception as error:  # noqa: BLE001 - no error leaves this module
+                self._mistaken("a request comes", error)
 
     def _arrived(self, request: RequestView, lora: PendingName | None, extra: Extra | None) -> None:
         link = self._glance()
@@ -330,7 +337,9 @@ class SchedulerHalf:
         if params and self._options.handoffs:
             transfer = transfer_of(params)
             self.counts.odd_params += transfer.is_odd
-        naming = RequestNamespace(self._base, lora, request.cache_salt)
+        naming = self._naming
+        if lora is not None or request.cache_salt:
+            naming = RequestNamespace(self._base, lora, request.cache_salt)
         tracked = Tracked(request, transfer, naming)
         self._requests.here[request.request_id] = tracked
         tokens = request.prompt_token_ids
@@ -356,8 +365,12 @@ class SchedulerHalf:
         Owns nothing and changes nothing that a later call would miss; vLLM may ask every step. At
         least one token is left to be computed: for a request that has none vLLM would ask for ever.
         """
-        where = "a request is to be scheduled"
-        return self.kept_in(where, (0, False), self._matched, request, local_tokens)
+        with self._lock:
+            try:
+                return self._matched(request, local_tokens)
+            except Exception as error:  # noqa: BLE001 - no error leaves this module
+                self._mistaken("a request is to be scheduled", error)
+                return 0, False
 
     def _matched(self, request: RequestView, local_tokens: int) -> tuple[int | None, bool]:
         tracked = self._requests.here.get(request.request_id)
@@ -387,7 +400,8 @@ class SchedulerHalf:
         if tracked.stage not in LOOKED_UP and not tracked.is_arriving:
             return True
         try:
-            self.arrivals.look(link, tracked)
+            if tracked.is_arriving:
+                self.arrivals.look(link, tracked)
             is_over = tracked.claim is None and self._look_ups.is_over(
                 link, tracked, is_idle=self._is_idle
             )
@@ -436,10 +450,14 @@ class SchedulerHalf:
         This is said again, with 0, when they are. It is said with 0 whatever was found where vLLM
         computes all of a prompt, as for its logprobs.
         """
-        where, unfilled = "a request gets blocks", self._requests.unfilled
-        is_mistaken = self.kept_in(where, True, self._given_blocks, request, external_tokens)  # noqa: FBT003
-        if is_mistaken and external_tokens and request.request_id not in unfilled:
-            unfilled.append(request.request_id)
+        with self._lock:
+            try:
+                self._given_blocks(request, external_tokens)
+            except Exception as error:  # noqa: BLE001 - no error leaves this module
+                self._mistaken("a request gets blocks", error)
+                unfilled = self._requests.unfilled
+                if external_tokens and request.request_id not in unfilled:
+                    unfilled.append(request.request_id)
 
     def _given_blocks(self, request: RequestView, external_tokens: int) -> None:
         tracked = self._requests.here.get(request.request_id)
@@ -496,7 +514,10 @@ class SchedulerHalf:
             # up the workers copy nothing, and say so.
             loads: list[CopyOrder] = []
             saves: list[CopyOrder] = []
-            self.kept_in("a step", None, self._step, scheduled, preempted, loads, saves)
+            try:
+                self._step(scheduled, preempted, loads, saves)
+            except Exception as error:  # noqa: BLE001 - no error leaves this module
+                self._mistaken("a step", error)
             failed, self._requests.unfilled = tuple(self._requests.unfilled), []
             self._budget.renew(is_idle=not scheduled)
             freed, awaited = self._copies.take_words(self._requests.held)
@@ -528,7 +549,8 @@ class SchedulerHalf:
         self._is_idle = not scheduled
         self._glance()
         requests = self._requests
-        self._claims.take_all()
+        if requests.claiming:
+            self._claims.take_all()
         if requests.arriving:
             loads += self.arrivals.loads(is_idle=self._is_idle)
             self._count_met()
@@ -537,9 +559,22 @@ class SchedulerHalf:
         for tracked in list(requests.held.values()):
             saves += self._held.saves(tracked)
         due = requests.due.take(scheduled) if scheduled else []
+        gathering = self._gather() if len(due) > 1 else None
+        if due:
+            self._computed(due, scheduled, saves)
+        if self._ending.leases:
+            self._ending.settle()
+        if gathering is not None:
+            gathering.send_gathered()
+
+    def _computed(
+        self, due: list[Tracked], scheduled: Mapping[str, int], saves: list[CopyOrder]
+    ) -> None:
+        """Save what this step completes of these."""
         computing = [tracked for tracked in due if tracked.stage is RequestStage.COMPUTING]
-        self._doubt([tracked for tracked in computing if not tracked.has_run])
-        gathering = self._gather(len(computing))
+        begun = [tracked for tracked in computing if not tracked.has_run]
+        if begun:
+            self._doubt(begun)
         for running in computing:
             upto = running.request.num_computed_tokens + scheduled[running.id]
             if running.transfer.sends:
@@ -547,11 +582,7 @@ class SchedulerHalf:
             saves += self._moves.saves(running, upto)
             left = self._moves.tokens_left(running, upto)
             if left is not None:
-                requests.due.after(running, left)
-        if self._ending.leases:
-            self._ending.settle()
-        if gathering is not None:
-            gathering.send_gathered()
+                self._requests.due.after(running, left)
 
     def _doubt(self, begun: Collection[Tracked]) -> None:
         """Save nothing of what another connector fills within this step, nor of who has that too.
@@ -580,7 +611,14 @@ class SchedulerHalf:
             Of ``loaded`` those that vLLM must not hear of now, since what was loaded is of before a
             reset: with the next step they are said to have failed.
         """
-        return self.kept_in("what the workers say", set(), self._heard, report, loaded, failed)
+        if report is None and not self._stale_loads:
+            return set()
+        with self._lock:
+            try:
+                return self._heard(report, loaded, failed)
+            except Exception as error:  # noqa: BLE001 - no error leaves this module
+                self._mistaken("what the workers say", error)
+                return set()
 
     def _heard(
         self, report: StepReport | None, loaded: Collection[str], failed: Collection[str]
@@ -591,7 +629,7 @@ class SchedulerHalf:
             self._stale_loads -= set(loaded)
             self._requests.unfilled += sorted(stale)
         if report is not None:
-            gathering = self._gather(len(report.done))
+            gathering = self._gather() if len(report.done) > 1 else None
             self._reported(report)
             if self._ending.leases:
                 self._ending.settle()
@@ -601,49 +639,10 @@ class SchedulerHalf:
 
     def _reported(self, report: StepReport) -> None:
         for copy in self._copies.answered(report):
-            if copy.is_load:
-                self._load_over(copy)
-            else:
-                self._save_over(copy)
+            self._moves.over(copy)
         number = self._number if report.number is None else report.number
         if report.unfit and number > self._life_since:
             self._give_up(report.unfit, retry_s=UNFIT_RETRY_S)
-
-    def _load_over(self, copy: CopyUnderWay) -> None:
-        tracked = copy.tracked
-        if not copy.order.is_last:
-            # Of one whose last order is out the workers say that it has failed.
-            if not copy.is_done and tracked.id in self._requests.arriving:
-                self._requests.alone(tracked, UNLOADED)
-        elif tracked.stage is RequestStage.LOADING and copy.is_done:
-            tracked.stage = RequestStage.COMPUTING
-            self._requests.due.soon(tracked)
-        elif tracked.stage is RequestStage.LOADING:
-            self._requests.alone(tracked, UNLOADED)
-
-    def _save_over(self, copy: CopyUnderWay) -> None:
-        """What is saved up to the first copy that is not done, or not yet, is in the pages."""
-        tracked = copy.tracked
-        before, saving = tracked.saved_tokens, tracked.saving
-        while saving and saving[0].is_over and saving[0].is_done:
-            tracked.saved_tokens = saving.popleft().order.upto_tokens
-        if not copy.is_done and not tracked.is_broken:
-            # What lies before it is as good as it was: that is shared, and can be loaded again.
-            tracked.is_broken = True
-            if tracked.lease is not None:
-                self._requests.count_alone("the workers could not save a part of it")
-        elif tracked.saved_tokens > before:
-            self._share(tracked)
-
-    def _share(self, tracked: Tracked) -> None:
-        """Its chunks are there for others while it goes on."""
-        link, lease, upto = tracked.link, tracked.lease, tracked.saved_tokens
-        if lease is None or link is None or upto > tracked.prompt_tokens:
-            return
-        if tracked.id in self._requests.here:
-            more = tracked.unknown_tokens(upto)
-            tracked.known_tokens = max(tracked.known_tokens, upto)
-            link.say(lease.share, more, upto)
 
     def spoiled(self, blocks: Collection[int]) -> None:
         """Another connector did not fill these, and vLLM has computed with them: it does so again.
@@ -681,14 +680,11 @@ class SchedulerHalf:
             if tracked is None:
                 return False, None
             self._requests.due.never(tracked)
-            told = self.kept_in(
-                "a request is over",
-                None,
-                self._finished,
-                tracked,
-                is_heard=is_heard,
-                is_sound=is_sound,
-            )
+            told = None
+            try:
+                told = self._finished(tracked, is_heard=is_heard, is_sound=is_sound)
+            except Exception as error:  # noqa: BLE001 - no error leaves this module
+                self._mistaken("a request is over", error)
             return self._copies.keep(tracked, is_needed=tracked.id in self._requests.held), told
 
     def _finished(
@@ -705,7 +701,8 @@ class SchedulerHalf:
             is_open = self._opened.told(tracked)
             told = kept_for_decode(link.name, tracked.room, time.time(), is_open=is_open)
         else:
-            end_room(tracked, link)
+            if tracked.opening is not None or tracked.send is not None:
+                end_room(tracked, link)
             if tracked.transfer.meeting is not None and tracked.lease is not None:
                 told = cached_at(link.name)
         self._held.over(tracked)

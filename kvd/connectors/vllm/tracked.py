@@ -66,7 +66,7 @@ class CopyUnderWay:
 
     def __init__(self, order: CopyOrder, tracked: Tracked, *, is_load: bool, ranks: int) -> None:
         self.order = order
-        self.blocks = tuple(order.used)
+        self.blocks = order.used
         """That are held for it."""
         self.tracked = tracked
         self.is_load = is_load
@@ -196,6 +196,8 @@ class Tracked:
 
     def unknown_tokens(self, upto_tokens: int) -> list[int]:
         """Those below ``upto_tokens`` that its lease does not know."""
+        if upto_tokens <= self.known_tokens:
+            return []
         return list(self.request.all_token_ids[self.known_tokens : upto_tokens])
 
     def took(self, lease: SyncLease, *, known_tokens: int, filled_tokens: int) -> None:

@@ -18,6 +18,9 @@ from kvd.connectors.vllm.tracked import CopyUnderWay
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvd.client import ArrivingPages, SyncLease
     from kvd.connectors.vllm.layout import LayerGroup
     from kvd.connectors.vllm.orders import StepReport
@@ -67,7 +70,8 @@ class OrdersUnderWay:
         self._blocks = blocks
         self.has_windows = any(group.is_windowed for group in blocks.groups)
         """Whether vLLM takes blocks back while their request goes on."""
-        self._has_states = any(group.has_states for group in blocks.groups)
+        self.has_states = any(group.has_states for group in blocks.groups)
+        """Whether a request can go on behind whole pages alone."""
         self._is_plain = len(blocks.groups) <= 1 and not self.has_windows
         self._ranks = ranks
         self._last = 0
@@ -91,6 +95,7 @@ class OrdersUnderWay:
         self,
         tracked: Tracked,
         lease: SyncLease | ArrivingPages,
+        pages: NDArray[np.int32],
         *,
         is_load: bool,
         rows: slice,
@@ -99,30 +104,28 @@ class OrdersUnderWay:
     ) -> CopyOrder:
         """Order it: pages ``rows`` of the lease, and the request's blocks of the same tokens.
 
+        ``pages``: all that the lease has, as it said just now.
+
         Raises:
             KvdError: the lease has no pages any more.
         """
-        pages = tuple(lease.pages[rows].tolist())
-        self._last += 1
+        ordered, key = tuple(pages[rows].tolist()), lease.key
+        self._last = number = self._last + 1
+        blocks = self.blocks_of(tracked, rows)
         order = CopyOrder(
-            number=self._last,
-            request=tracked.id,
-            key=lease.key,
-            first_page=rows.start,
-            pages=pages,
-            blocks=self.blocks_of(tracked, rows),
-            upto_tokens=upto_tokens,
-            is_last=is_last,
+            number, tracked.id, key, rows.start, ordered, blocks, upto_tokens, is_last
         )
         copy = CopyUnderWay(order, tracked, is_load=is_load, ranks=self._ranks)
-        self.hold(copy.blocks)
-        self._copies[order.number] = copy
-        tracked.copies[order.number] = copy
+        if self._blocks.can_be_held:
+            self._blocks.hold(copy.blocks)
+        self._copies[number] = tracked.copies[number] = copy
         return order
 
     def blocks_of(self, tracked: Tracked, rows: slice) -> tuple[tuple[int, ...], ...]:
         """Its blocks of these pages, also those of layers with windows that were kept for it."""
         table = tracked.blocks if tracked.blocks is not None else self._blocks.of(tracked.id)
+        if len(table) == 1 and self._is_plain:
+            return (tuple(table[0][rows]),)
         if self._is_plain:
             return tuple(tuple(row[rows]) for row in table)
         null, kept = self._blocks.null_block, tracked.kept
@@ -165,11 +168,6 @@ class OrdersUnderWay:
         null = self._blocks.null_block
         pages = (page for page in range(rows.start, rows.stop) if page not in tracked.kept)
         return not any(null in column for _, column in self._columns(table, pages))
-
-    @property
-    def has_states(self) -> bool:
-        """Whether a request can go on behind whole pages alone."""
-        return self._has_states
 
     @property
     def can_load_in_parts(self) -> bool:
@@ -231,10 +229,12 @@ class OrdersUnderWay:
             copy.is_done = False
 
     def _end(self, copy: CopyUnderWay) -> None:
-        del self._copies[copy.order.number]
-        del copy.tracked.copies[copy.order.number]
-        self._awaited.discard(copy.order.number)
-        self.free(copy.blocks)
+        number = copy.order.number
+        del self._copies[number]
+        del copy.tracked.copies[number]
+        self._awaited.discard(number)
+        if self._blocks.can_be_held:
+            self._blocks.free(copy.blocks)
 
     # ---- where blocks cannot be held ---------------------------------------------------------
 

@@ -86,8 +86,9 @@ def _quiet_faults(node: NodeView) -> Iterator[Fault]:
 
 
 def _wait_faults(node: NodeView) -> Iterator[Fault]:
-    """Whoever waits for a promotion waits for one that is under way."""
-    under_way = node.tiers.moves.under_way
+    """Whoever waits for a promotion, or for what could be one, waits for what is under way."""
+    tiers = node.tiers
+    under_way = {**tiers.moves.under_way, **tiers.promotions.probes.under_way}
     for waiter in node.admission.side_queue.waiters.values():
         wait = waiter.tier
         promotion = wait.promotion if isinstance(wait, TierWait) else None

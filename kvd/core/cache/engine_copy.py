@@ -67,7 +67,8 @@ class EngineCopy:
         what = " and ".join([told_part(part) for part in self.parts])
         rank = f" rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
         where = f" on {self.device}" if self.device else ""
-        return f"{verb} {what} for{rank or ' its engine'}{where} since {_ms(at_s - self.since_s)}"
+        since = told_s(at_s - self.since_s)
+        return f"{verb} {what} for{rank or ' its engine'}{where} since {since}"
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -124,5 +125,6 @@ def told_part(part: CopyPart) -> str:
     return f"{pages} of {part.component}"
 
 
-def _ms(seconds: float) -> str:
+def told_s(seconds: float) -> str:
+    """So long, in words."""
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"

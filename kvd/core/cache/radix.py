@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from mypy_extensions import mypyc_attr
-from xxhash import xxh3_64_intdigest
 
 from kvd.core.cache.moved_pages import MovedPages
 from kvd.core.cache.radix_node import NO_CHILDREN, LockUnderflow, RadixNode, path_between, too_few
@@ -78,17 +77,6 @@ def outdone_pages(mine: Pages, tree: Pages) -> tuple[Pages, Pages]:
     losers = first[first != np.frombuffer(tree, "<i4")]
     return Pages(losers.tobytes()), Pages(tree + mine[len(tree) :])
 
-
-SLOTS = 2**16
-"""64 KiB: ten minutes of a node that evicts a hundred nodes a second."""
-
-NEW = "new"
-EVICTED = "evicted"
-BESIDE = "beside"
-"""The tokens are cached, but a component beside the first has nothing there to go on from."""
-
-_PLACE = SLOTS - 1
-_TAG_SHIFT = 56
 
 BARE_ROOTS = 64
 """Empty namespaces allowed beside the used ones before they are swept."""
@@ -325,6 +313,7 @@ class RadixTree:
         *,
         start_tokens: int = 0,
         priority: int = 0,
+        writer: int = 0,
     ) -> Extension:
         """Continues the sequence that ends at ``anchor`` by one page of tokens per page id.
 
@@ -341,6 +330,7 @@ class RadixTree:
             pages: The caller's for those tokens; how many says how far: no partial page is named.
             start_tokens: Where in ``tokens`` the continuation begins.
             priority: For that order; a node has the highest of what passes through it.
+            writer: The session that a new node is told to be of.
 
         Raises:
             ValueError: ``tokens`` is too short for that many pages; nothing was changed.
@@ -356,14 +346,12 @@ class RadixTree:
             known = (node.end_tokens - anchor.end_tokens) // self.match_page_tokens * ID_BYTES
             there = [step.pages for step in reversed(path_between(anchor, node))]
             duplicates, tree_pages = outdone_pages(pages, Pages(b"".join(there)))
-            start += known * self.match_page_tokens
-            pages = Pages(pages[known:])
+            start, pages = start + known * self.match_page_tokens, Pages(pages[known:])
             first_page = tokens[start : start + self._page_bytes]
         if start < end:
             self._last_id = node_id = self._last_id + 1
             edge = tokens if end - start == len(tokens) else tokens[start:end]
-            leaf = RadixNode(node_id, node, first_page, edge, pages)
-            leaf.touched_at = self.at
+            leaf = RadixNode(node_id, node, first_page, edge, pages, writer, self.at)
             if node.children is NO_CHILDREN:
                 node.children = {}
             node.children[first_page] = leaf
@@ -423,11 +411,13 @@ class RadixTree:
         self._moved.log.append(pages)
         at_pages = at_bytes // self.match_page_tokens
         self._last_id += 1
-        upper = RadixNode(self._last_id, parent, lower.key, edge[:at_bytes], pages[:at_pages])
+        above, first = edge[:at_bytes], pages[:at_pages]
+        upper = RadixNode(
+            self._last_id, parent, lower.key, above, first, lower.writer, lower.touched_at
+        )
         # Whoever locked the whole crosses both halves; the lower one keeps its identity, because
         # leases are anchored at ends of edges and an end stays where it is.
         upper.lock_ref, upper.hits = lower.lock_ref, lower.hits
-        upper.touched_at = lower.touched_at
         if parent is not None:
             parent.children[upper.key] = upper
         lower.parent = upper
@@ -490,57 +480,6 @@ class RadixTree:
         # What was dropped may have been all of a namespace.
         self._sweep_roots()
         return FlushedNodes(pages, kept // ID_BYTES, gone)
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class EvictedFilter:
-    """What has left the tree lately, so that a lease can say why its prompt is not there.
-
-    A fixed table of one-byte marks, by the low bits of their hash, the newest in its place; the
-    high byte is what is kept, 0 is none. No objects, so it costs the collector nothing and a freeze
-    a copy. A mark is of the first page of a node that was evicted or flushed: its namespace, where
-    it begins, its tokens. Whole nodes leave, and the match of a prompt ends where the node began,
-    so the first page that a lease misses is the one to look up.
-
-    It may be wrong both ways, and is for the eye and for counters: a prompt with other tokens
-    before an equal page has the same mark, one in 255 others has by chance, marks are overwritten,
-    and a prompt that is cut anew inside of what has left has none.
-    """
-
-    __slots__ = ("_is_single", "_marks")
-
-    def __init__(self, *, is_single: bool) -> None:
-        self._is_single = is_single
-        """Whether nothing is beside the first component."""
-        self._marks = bytearray(SLOTS)
-
-    def left(self, nodes: Iterable[RadixNode]) -> None:
-        """These nodes have left the tree; they still know what was above them."""
-        marks, hashed = self._marks, xxh3_64_intdigest
-        for node in nodes:
-            parent = node.parent
-            # A root has no tokens of its own to be missed by.
-            if parent is None:
-                continue
-            root = parent
-            while root.parent is not None:
-                root = root.parent
-            start_tokens = parent.end_tokens
-            mark = hashed(node.key, hashed(root.key, start_tokens) if root.key else start_tokens)
-            marks[mark & _PLACE] = mark >> _TAG_SHIFT or 1
-
-    def why_missed(
-        self, tokens: Tokens, root: RadixNode, anchor: RadixNode, page_tokens: int
-    ) -> str:
-        """Why nothing of the prompt is found behind ``anchor``, of which a page misses."""
-        start_tokens = anchor.end_tokens
-        start = start_tokens * ID_BYTES
-        page = tokens[start : start + page_tokens * ID_BYTES]
-        named = xxh3_64_intdigest(root.key, start_tokens) if root.key else start_tokens
-        mark = xxh3_64_intdigest(page, named)
-        if self._marks[mark & _PLACE] == (mark >> _TAG_SHIFT or 1):
-            return EVICTED
-        return NEW if self._is_single or page not in anchor.children else BESIDE
 
 
 # What is done to a tree that is broken: hide what no prompt may find, drop it, count again.

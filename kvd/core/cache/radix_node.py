@@ -32,6 +32,7 @@ class RadixNode:
         lock_ref: Locks that cross this node now; a root has one more, its own.
         hits: Locks that ever crossed it: how many leases have used it.
         touched_at: When it was last the end of a match or of an insertion, in seconds.
+        writer: The session whose lease brought it; 0: a tier, or of before a restart.
     """
 
     __slots__ = (
@@ -45,10 +46,18 @@ class RadixNode:
         "pages",
         "parent",
         "touched_at",
+        "writer",
     )
 
     def __init__(
-        self, node_id: int, parent: RadixNode | None, key: bytes, edge: bytes, pages: bytes
+        self,
+        node_id: int,
+        parent: RadixNode | None,
+        key: bytes,
+        edge: bytes,
+        pages: bytes,
+        writer: int = 0,
+        touched_at: float = 0.0,
     ) -> None:
         self.id = node_id
         self.parent = parent
@@ -63,7 +72,8 @@ class RadixNode:
         self.children = NO_CHILDREN
         self.lock_ref = 0
         self.hits = 0
-        self.touched_at = 0.0
+        self.touched_at = touched_at
+        self.writer = writer
 
     @property
     def namespace(self) -> str:

@@ -24,7 +24,7 @@ from kvd.core.leases.lease_events import tell_written
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.wire import client
-from kvd.wire.attach import CopyBegins, CopyEnds, KeepsBlocks
+from kvd.wire.attach import CopyBegins, CopyEnds, CopyWaits, KeepsBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,6 +145,8 @@ class Engines(Verbs):
         elif isinstance(message, KeepsBlocks):
             sessions = self._owners.sessions
             sessions.keeps_blocks(sessions.by_id[got.session])
+        elif isinstance(message, CopyWaits):
+            refusal = self._node.engine_copies.marks.begin(got, message)
         elif isinstance(message, CopyBegins):
             refusal = self._node.engine_copies.begin(got, message)
             if refusal is None and message.to_pages:

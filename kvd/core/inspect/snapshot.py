@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd import __version__
+from kvd.core.inspect.evicted import eviction_state
 from kvd.core.inspect.rows import (
     client_rows,
     peer_rows,
@@ -17,12 +18,14 @@ from kvd.core.inspect.rows import (
     waiting_rows,
 )
 from kvd.core.inspect.schema import CLIENT, LEASE, PEER, POOL, ROOM, WAITING
-from kvd.core.inspect.words import node_word
+from kvd.core.inspect.words import mark_words, node_word
 from kvd.core.tiers.demotion import NodeDemotion
 from kvd.core.tiers.promotion import PagePromotion, TierWait
-from kvd.wire.snapshot import Snapshot, TierState, Totals
+from kvd.wire.snapshot import LateMark, Snapshot, TierState, Totals
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvd.core.inspect.view import NodeView
     from kvd.core.tiers.tier import StorageTier
     from kvd.wire.snapshot import PoolState, RoomState, WaitingState
@@ -54,7 +57,23 @@ def snapshot(node: NodeView) -> Snapshot:
         slow_path=node.ways.slow_words(),
         pinned_bytes={name: got.pinned_bytes for name, got in node.ways.pinned.items()},
         tiers=tuple([tier_state(node, tier) for tier in node.tiers.each]),
+        evictions=eviction_state(node),
+        late_marks=tuple(_late_marks(node)),
     )
+
+
+def _late_marks(node: NodeView) -> Iterator[LateMark]:
+    """What engines have said to wait for, and may still."""
+    at_s = node.out.at_s
+    for wait in node.engine_copies.marks:
+        yield LateMark(
+            session=wait.session,
+            lease=wait.lease,
+            waited_s=at_s - wait.since_s,
+            left_s=wait.until_s - at_s,
+            words=mark_words(node, wait),
+            device=wait.device,
+        )
 
 
 def totals(node: NodeView) -> Totals:

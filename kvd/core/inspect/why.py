@@ -13,7 +13,6 @@ from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -22,6 +21,16 @@ from kvd.core.cache.namespaces import quoted, told
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.state import StatePages
 from kvd.core.components.windows import WindowPages
+from kvd.core.inspect.evicted import of_evictions, of_free_page, told_of_node
+from kvd.core.inspect.explanation import (
+    MAX_LINKS,
+    Explanation,
+    holder_refs,
+    lease_refs,
+    links_of,
+    node_refs,
+    plain_facts,
+)
 from kvd.core.inspect.page_states import needed_nodes, pool_named
 from kvd.core.inspect.rows import client_rows, peer_rows, receive_row, send_row
 from kvd.core.inspect.schema import CLIENT, LEASE, PEER, ROOM
@@ -33,19 +42,21 @@ from kvd.core.inspect.words import (
     layout_words,
     lease_waits_for,
     lease_word,
+    mark_words,
+    some_words,
+    told_copies,
 )
 from kvd.core.layout.shards import lacking, listed
 from kvd.core.layout.spec import companion_factor, is_companion, shards_of
-from kvd.core.leases.engine_copies import COPIES_NAMED
 from kvd.core.leases.owners import describe_holder
 from kvd.core.peers.peer import Life, drain_words
 from kvd.core.peers.ways import slow_words, way_words
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NULL_PAGE, count, pack_ids, page_ids, short
-from kvd.wire.admin import Because, Beside, Mark, TreeNode
+from kvd.wire.admin import Because, Beside, TreeNode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix import RadixTree
@@ -53,7 +64,6 @@ if TYPE_CHECKING:
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.inspect.page_states import PoolPlaces
-    from kvd.core.inspect.schema import S, StateTable, T
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.session_table import Session
@@ -83,6 +93,7 @@ def because(node: NodeView, got: Why) -> Because | Refusal:
         "send": lambda: of_handoff(node, "send", got.id),
         "client": lambda: of_client(node, got.id),
         "peer": lambda: of_peer(node, got.name),
+        "evicted": lambda: of_evictions(node),
     }
     answer = answers.get(got.kind)
     if answer is None:
@@ -202,7 +213,7 @@ def _page(node: NodeView, where: PoolPlaces, page: int) -> Explanation | Refusal
     for edge, pages in where.cached():
         if has_page(pages, wanted):
             return _cached(node, where, edge, page)
-    return Explanation(f"{what} is free")
+    return of_free_page(node, what, page if where.keeper is None and not where.saves else NULL_PAGE)
 
 
 def _held(node: NodeView, where: PoolPlaces, lease: LeaseRecord, page: int) -> Explanation:
@@ -217,6 +228,7 @@ def _held(node: NodeView, where: PoolPlaces, lease: LeaseRecord, page: int) -> E
         facts = [_in_area(where.saves, lease, page)]
     elif where.keeper is not None:
         facts = [_in_lease(where.keeper, lease, page), *waits]
+    facts += [] if where.saves else told_copies(node, lease)
     return Explanation(
         f"page {page}{f' of {where.component}' if where.component else ''} is {verb} "
         f"{describe_holder(node, lease)}{away}",
@@ -289,48 +301,10 @@ def _edge(node: NodeView, edge: RadixNode) -> Explanation:
         said += _more(len(crossing) - len(shown.holders))
     else:
         said = [f"{where}, locked by nobody: it can be evicted", used]
-    said += said_of_node(node, edge)
+    said += [*told_of_node(node, edge), *said_of_node(node, edge)]
     parent = [edge.parent] if edge.parent is not None and edge.parent.parent is not None else []
     around = node_refs([*parent, *islice(edge.children.values(), CHILDREN_LINKED)])
     return Explanation(said[0], tuple(said[1:]), links_of(*lease_refs(crossing), *around))
-
-
-MAX_LINKS = 20
-"""Of one kind: enough to go on from, few enough to choose from."""
-
-
-class Explanation(msgspec.Struct, frozen=True):
-    """See ``Because``: who, why and since when in one sentence, then the rest."""
-
-    sentence: str
-    facts: tuple[str, ...] = ()
-    links: tuple[str, ...] = ()
-    marks: tuple[Mark, ...] = ()
-
-
-def plain_facts(node: NodeView, table: StateTable[T, S], row: T) -> list[str]:
-    """What the schema has of it and no sentence here speaks of: each as it is named."""
-    return [f"{field.column}: {field.get(node, row)}" for field in table.plain]
-
-
-def lease_refs(leases: Iterable[LeaseRecord]) -> list[str]:
-    """The first few, to be asked about next."""
-    return [f"lease:{lease.id}" for lease, _ in zip(leases, range(MAX_LINKS), strict=False)]
-
-
-def node_refs(edges: Iterable[RadixNode]) -> list[str]:
-    """The first few, to be asked about next."""
-    return [f"node:{edge.id}" for edge, _ in zip(edges, range(MAX_LINKS), strict=False)]
-
-
-def holder_refs(lease: LeaseRecord) -> list[str]:
-    """A lease, and whose it is."""
-    return [f"lease:{lease.id}", *([f"client:{lease.session}"] if lease.session else [])]
-
-
-def links_of(*refs: str) -> tuple[str, ...]:
-    """Each once, in order."""
-    return tuple(dict.fromkeys(refs))
 
 
 def has_page(pages: bytes, wanted: bytes, first: int = 0) -> bool:
@@ -491,7 +465,7 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
         )
     if state.waiting_for:
         said.append(f"waits for {state.waiting_for}")
-    said += _told_copies(lease, node.out.at_s)
+    said += told_copies(node, lease)
     if lease.said:
         ranks = f", by rank {', '.join(map(str, lease.said))}" if len(lease.said) > 1 else ""
         said.append(f"KV of {lease.written_tokens} tokens is said to be written{ranks}")
@@ -513,18 +487,6 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
         links=links_of(*refs),
         marks=tuple(mark for _, part in parts for mark in part.history.marks(node.out.at_s)),
     )
-
-
-def _told_copies(lease: LeaseRecord, at_s: float) -> list[str]:
-    """What its engine copies of it."""
-    if lease.copying is None:
-        return []
-    copies = lease.copying.under_way
-    said = [copy.told(at_s) for copy in copies[:COPIES_NAMED]]
-    if len(copies) > COPIES_NAMED:
-        said.append(f"and {len(copies) - COPIES_NAMED} more copies")
-    said += [f"rank {rank} has saved beyond a gap" for rank in sorted(lease.copying.ahead)]
-    return said
 
 
 def _parts_of(node: NodeView, lease: LeaseRecord) -> Iterator[tuple[str, ReceivePart | SendPart]]:
@@ -561,6 +523,8 @@ def of_client(node: NodeView, number: int) -> Explanation | Refusal:
         facts.insert(0, f"waits for {death_of(session)}")
     if number in node.leases.by_word:
         facts.append(_counts_by_word(session))
+    late = node.engine_copies.marks.of_session(number)
+    facts += some_words([mark_words(node, wait) for wait in late], "copies wait for marks")
     if len(leases) > len(biggest):
         facts.append(f"and {len(leases) - len(biggest)} leases more")
     if waiting:

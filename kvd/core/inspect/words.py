@@ -14,6 +14,7 @@ from kvd.core.handoff.parts import waits_for_others
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.handoff.sources import TokenSpan, share_words, span_of
 from kvd.core.layout.seal import SUM_BYTES
+from kvd.core.leases.engine_copies import COPIES_NAMED
 from kvd.core.tiers.words import waits_for as tier_waits_for
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.send import Prefiller
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.admission import Admission, Waiter
+    from kvd.core.leases.mark_waits import MarkWait
     from kvd.core.leases.session_table import Session
     from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
@@ -117,6 +119,30 @@ def _running_waits_for(lease: LeaseRecord) -> str:
     if COPY in lease.holders:
         return "the last copy of its engine"
     return "the last post that reads its pages"
+
+
+def told_copies(node: NodeView, lease: LeaseRecord) -> list[str]:
+    """What its engine copies of it, and what is to be copied and waits for a mark."""
+    at_s, copying = node.out.at_s, lease.copying
+    said = [copy.told(at_s) for copy in copying.under_way] if copying is not None else []
+    said += [mark_words(node, wait) for wait in node.engine_copies.marks.of_lease(lease.id)]
+    return some_words(said, "copies") + [
+        f"rank {rank} has saved beyond a gap"
+        for rank in sorted(copying.ahead if copying is not None else ())
+    ]
+
+
+def mark_words(node: NodeView, wait: MarkWait) -> str:
+    """Which mark of which engine an order waits for, since when and until when."""
+    session = node.sessions.by_id.get(wait.session)
+    engine = session.name if session is not None else f"client {wait.session}"
+    return wait.told(engine, node.out.at_s)
+
+
+def some_words(said: list[str], what: str) -> list[str]:
+    """A few of them, and how many more."""
+    more = len(said) - COPIES_NAMED
+    return [*said[:COPIES_NAMED], *([f"and {more} more {what}"] if more > 0 else [])]
 
 
 def receive_waits_for(decoder: Decoder, part: ReceivePart) -> str:

@@ -38,6 +38,7 @@ from kvd.core.cache.lease import ARRIVAL, COPY
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.state import StatePages
 from kvd.core.layout.spec import companion_factor, companion_pages, shards_of
+from kvd.core.leases.mark_waits import MarkWaits
 from kvd.core.leases.written import say_written, tokens_of_ranks
 from kvd.errors import Code, Refusal
 from kvd.types import NULL_PAGE, Pages, count, page_ids, slice_pages
@@ -75,6 +76,8 @@ class EngineCopies:
         self, name: str, spec: PoolSpec, leases: LeaseTable, owners: Owners, out: Outbox
     ) -> None:
         self.by_worker: dict[int, dict[int, EngineCopy]] = {}
+        self.marks = MarkWaits(name, out)
+        """What is ordered and has not begun, as the mark before it is late."""
         self._name = name
         self._leases = leases
         beside = [keeper.component.name for keeper in leases.components.each]
@@ -102,6 +105,7 @@ class EngineCopies:
 
     def begin(self, got: WorkerCopies, message: CopyBegins) -> Refusal | None:
         """Keep the pages for it; or why no byte may move."""
+        self.marks.over(got.worker, message.waited)
         owned = self._owners
         lease_of = owned.running_lease_of if message.to_pages else owned.readable_lease_of
         lease = lease_of(got.session, message.lease)
@@ -127,6 +131,8 @@ class EngineCopies:
 
     def end(self, got: WorkerCopies, message: CopyEnds) -> LeaseRecord | Refusal | None:
         """It is over, one way or the other; the lease, if more of it is written now."""
+        if self.marks.given_up(got, message):
+            return None
         copy = self.by_worker.get(got.worker, {}).pop(message.copy, None)
         if copy is None:
             why = f"this process has no copy {message.copy} under way"
@@ -138,6 +144,7 @@ class EngineCopies:
             n_bytes=max(0, message.n_bytes) if message.is_done else 0,
             waited_us=max(0, message.waited_us),
             moved_us=max(0, message.moved_us),
+            mark_us=max(0, message.mark_us),
             why="" if message.is_done else message.why or "it says no reason",
         )
         return lease if lease.written_tokens > before else None
@@ -169,10 +176,12 @@ class EngineCopies:
 
     def gone(self, got: WorkerGone) -> None:
         """A process is gone, and with it whatever its copies might have written."""
+        self.marks.gone(got.worker)
         self._cut(list(self.by_worker.get(got.worker, {}).values()))
 
     def session_gone(self, session: int) -> None:
         """The last process of an engine is gone."""
+        self.marks.session_gone(session)
         self._cut([copy for copy in self if copy.session == session])
 
     def receive_failed(self, lease: LeaseRecord) -> None:
@@ -460,6 +469,7 @@ class EngineCopies:
         n_bytes: int = 0,
         waited_us: int = 0,
         moved_us: int = 0,
+        mark_us: int = 0,
     ) -> None:
         """No byte of it moves: count it, tell of it, let go of its lease; its number is gone."""
         if not self.by_worker[copy.worker]:
@@ -484,6 +494,7 @@ class EngineCopies:
                 waited_us=waited_us,
                 moved_us=moved_us,
                 why=why,
+                mark_us=mark_us,
             )
         )
         # The read first, as at the end of a fetch.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.core.cache.namespaces import told
 from kvd.types import count
 from kvd.wire import events
+from kvd.wire.cache_events import CacheThrashing
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
+    from kvd.core.cache.left_prefix import Thrashing
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.outbox import Outbox
 
@@ -71,6 +74,22 @@ def tell_released(
     out.events.append(
         events.LeaseReleased(
             seq, at_s, lease.id, lease.reason, cause, freed_pages, age_s, was_locked
+        )
+    )
+
+
+def tell_thrashing(out: Outbox, began: Thrashing) -> None:
+    """Two sides evict each other's prefixes, or one its own: there is not enough memory."""
+    left = began.last.left
+    out.emit(
+        CacheThrashing(
+            session=began.session,
+            hurt=began.hurt,
+            writer=left.writer,
+            need=left.need,
+            namespace=told(left.namespace.decode()),
+            pages=left.n_pages,
+            after_s=began.last.at_s - left.at_s,
         )
     )
 

@@ -32,16 +32,18 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.eviction import eviction_order
-from kvd.core.cache.lease import COPIES, COPY, ENGINE, OUTLIVING, Claimed, Demand, Shortage
+from kvd.core.cache.evictions import FLUSH, OPERATOR, Evictions
+from kvd.core.cache.lease import COPIES, COPY, ENGINE, OUTLIVING, Claimed, Shortage
 from kvd.core.cache.lease_record import LeaseRecord, LeaseSends
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.cache.moved_pages import MovedPages
 from kvd.core.cache.pages import PagePool
-from kvd.core.cache.radix import EvictedFilter, RadixTree
+from kvd.core.cache.radix import RadixTree
 from kvd.core.components.all_components import AllComponentPages
 from kvd.core.components.component_pages import tell_evicted
 from kvd.core.layout.spec import lockstep_bytes
 from kvd.core.leases import lease_events
+from kvd.core.leases.budgets import Budgets
 from kvd.core.leases.journal_notes import JournalNotes
 from kvd.core.leases.promises import Promises
 from kvd.core.leases.saved_area import SavedArea
@@ -65,69 +67,6 @@ RECEIVED: Final = "received"
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Budgets:
-    """What there is, and whether something fits."""
-
-    __slots__ = ("_table", "names", "nothing")
-
-    def __init__(self, table: LeaseTable) -> None:
-        self.names = (table.pool.name, *(keeper.component.name for keeper in table.components.each))
-        self.nothing: Demand = (0,) * len(self.names)
-        """What is kept for others before anybody is admitted."""
-        self._table = table
-
-    def capacity(self) -> Demand:
-        """Pages of each that anybody can have."""
-        table = self._table
-        pools = [table.pool, *(keeper.pool for keeper in table.components.each)]
-        return tuple([pool.total_pages - 1 - pool.condemned_pages for pool in pools])
-
-    def headroom(self, name: str) -> int:
-        """Pages obtainable now of that component, by whom none are promised."""
-        component = self._table.components.named(name)
-        return self._table.headroom_pages if component is None else component.headroom_pages
-
-    def told(self, name: str) -> str:
-        """What its headroom is made of, in words."""
-        table = self._table
-        component = table.components.named(name)
-        if component is None:
-            said = f"{table.pool.free_pages} free, {table.tree.evictable_pages} evictable"
-        else:
-            said = f"{component.pool.free_pages} free, {component.evictable_pages} evictable"
-        promised = self.promised(name)
-        return f"{said}, {promised} of them promised to leases" if promised else said
-
-    def promised(self, name: str) -> int:
-        """Pages of that component that are promised to leases."""
-        component = self._table.components.named(name)
-        return self._table.promises.n_pages if component is None else component.promised_pages
-
-    def least(self, claim: Claim) -> Demand:
-        """What a claim takes if it can go on from all that is cached of it; of kv, all its pages.
-
-        A cached page of kv is one of the pool too; of other components it often takes none.
-        """
-        table = self._table
-        if claim.lent is not None:
-            return self.nothing
-        claim = claim.whole
-        pages = table.pages_for(claim.room_tokens)
-        if not table.components.each:
-            return (pages,)
-        prefix = table.tree.probe(claim.tokens, claim.namespace, claim.match_tokens)
-        return (pages, *table.components.demand(claim, prefix))
-
-    def shortage(self, demand: Demand, kept: Demand) -> Shortage | None:
-        """The first that has not so many pages left after what is kept for others."""
-        for name, needed, taken in zip(self.names, demand, kept, strict=True):
-            obtainable = self.headroom(name) - taken
-            if needed > obtainable:
-                return Shortage(needed, obtainable, name)
-        return None
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
 class LeaseTable:
     """Pages, tree and leases of one pool, moved together or not at all."""
 
@@ -139,11 +78,11 @@ class LeaseTable:
         self.pool: PagePool = PagePool(component.name, spec.pages[0], self.moved)
         self.tree = RadixTree(spec.match_page_tokens, eviction_order(policy), self.moved)
         self.components = AllComponentPages(spec, self.tree, out)
-        self.evicted_filter = EvictedFilter(is_single=not self.components.each)
-        self.budgets = Budgets(self)
+        self.evictions = Evictions(is_single=not self.components.each)
         self.saved: SavedArea = SavedArea(spec, self, out)
         self.page_size = component.page_size
         self.promises = Promises(self.pool, self.tree, self.components, self.page_size)
+        self.budgets = Budgets(self.pool, self.tree, self.components, self.promises, self.page_size)
         self.capacity_pages = spec.pages[0] - 1
         """Pages that exist, the null page not counted."""
         self.page_bytes = lockstep_bytes(spec)
@@ -212,13 +151,13 @@ class LeaseTable:
         # knows more. The lock alone may have taken some of these.
         others = self.promises.n_pages or pool.doomed_pages
         if short > 0 and not others and short * ID_BYTES <= tree.evictable_bytes:
-            self.evict(short, "room")
+            self.evict(short, "room", claim.session, claim.reason)
         elif short > 0 or others:
             obtainable = self._obtain(needed)
             if needed > obtainable:
                 tree.unlock(anchor)
                 return Shortage(needed, obtainable, pool.name)
-            self._make_room(needed)
+            self._make_room(needed, claim.session, claim.reason)
         return self._begin(claim, anchor, needed)
 
     def open_prefix(self, claim: Claim) -> LeaseRecord | Shortage:
@@ -247,7 +186,7 @@ class LeaseTable:
         claimed = self.claim(claim, self.budgets.nothing)
         if isinstance(claimed, Shortage):
             return claimed
-        self._have_room(claimed.demand)
+        self._have_room(claimed.demand, claim.session, claim.reason)
         return self._grant(claimed)
 
     def claim(self, claim: Claim, kept: Demand) -> Claimed | Shortage:
@@ -297,12 +236,15 @@ class LeaseTable:
         demand = self.budgets.nothing
         for claim in claimed:
             demand = tuple(map(add, demand, claim.demand))
-        self._have_room(demand)
+        if claimed:
+            # In one go, so it is told of the first of them.
+            first = claimed[0].claim
+            self._have_room(demand, first.session, first.reason)
         return [self._grant(claim) for claim in claimed]
 
-    def _have_room(self, demand: Demand) -> None:
+    def _have_room(self, demand: Demand, session: int, need: str) -> None:
         """Free pages for all of it, for which there is headroom."""
-        self._make_room(demand[0])
+        self._make_room(demand[0], session, need)
         if self.components.each:
             self.components.make_room(demand[1:])
 
@@ -348,9 +290,17 @@ class LeaseTable:
             # A last partial page is never cached, so it is not missed either.
             missed = n_prompt // size * size - prefix_tokens
             root = tree.roots[claim.namespace]
-            why = self.evicted_filter.why_missed(claim.tokens, root, anchor, size)
+            why, mark = self.evictions.why_missed(claim.tokens, root, anchor, size)
+            if mark and claim.session:
+                self._hurt(mark, anchor, claim)
         lease_events.tell_opened(self._out, lease, n_own, n_prompt, missed, why)
         return lease
+
+    def _hurt(self, mark: int, anchor: RadixNode, claim: Claim) -> None:
+        """Its prompt misses what was evicted, which may be known to be of others."""
+        began = self.evictions.hurt(mark, anchor, claim.session, self._out.at_s)
+        if began is not None:
+            lease_events.tell_thrashing(self._out, began)
 
     def extend(self, lease: LeaseRecord, n_tokens: int) -> Shortage | None:
         """Hold pages for ``n_tokens`` more, now or not at all; what is promised is there."""
@@ -367,7 +317,7 @@ class LeaseTable:
             shortage = self._shortage(demand, kept)
             if shortage is not None:
                 return shortage
-            self._have_room(demand)
+            self._have_room(demand, lease.session, lease.reason)
             taken = self.pool.take_pages(needed)
             lease.page_table = Pages(lease.page_table + taken)
             if self._journal is not None:
@@ -457,7 +407,12 @@ class LeaseTable:
         # must not judge them by where they are now.
         self.moved.log.append(mine)
         extension = self.tree.extend(
-            anchor, lease.tokens, mine, start_tokens=anchor.end_tokens, priority=lease.priority
+            anchor,
+            lease.tokens,
+            mine,
+            start_tokens=anchor.end_tokens,
+            priority=lease.priority,
+            writer=lease.session,
         )
         self.growth += 1
         # Before anything is given back: what joined is unlocked until here, and could be evicted.
@@ -546,21 +501,25 @@ class LeaseTable:
         first, last = lease.owned, n_tokens // self.page_size
         if last > first and lease.session in self.by_word:
             return False
-        node, journal, out = anchor, self._journal, self._out
+        node, journal = anchor, self._journal
         if lease.cache and last > first:
             mine: Pages = table[first * ID_BYTES : last * ID_BYTES]  # type: ignore[assignment]
             self.moved.log.append(mine)
             extension = self.tree.extend(
-                anchor, tokens, mine, start_tokens=anchor.end_tokens, priority=lease.priority
+                anchor,
+                tokens,
+                mine,
+                start_tokens=anchor.end_tokens,
+                priority=lease.priority,
+                writer=lease.session,
             )
             node = extension.node
             self.growth += 1
             if journal is not None:
                 journal.note_cached(lease, extension)
-            duplicates = extension.duplicates
-            if duplicates:
+            if duplicates := extension.duplicates:
                 self._give_back(lease, duplicates)
-            lease_events.tell_committed(out, lease, node, len(duplicates) // ID_BYTES)
+            lease_events.tell_committed(self._out, lease, node, len(duplicates) // ID_BYTES)
             first = last
         if journal is not None:
             journal.note_ended(lease)
@@ -581,7 +540,7 @@ class LeaseTable:
         """So many pages that follow each other; None: no run of free ones is so long."""
         if n_pages > self._obtain(n_pages) and self.promises.n_pages:
             return None
-        self._make_room(n_pages)
+        self._make_room(n_pages, claim.session, claim.reason)
         run = self.pool.take_run(n_pages)
         if run is None:
             return None
@@ -901,14 +860,17 @@ class LeaseTable:
 
     # ---- pages -------------------------------------------------------------------------------
 
-    def evict(self, n_pages: int, reason: str) -> int:
-        """Take at least ``n_pages`` cached pages out of the tree, if so many are evictable."""
+    def evict(self, n_pages: int, reason: str, session: int = 0, need: str = OPERATOR) -> int:
+        """Take at least ``n_pages`` cached pages out of the tree, if so many are evictable.
+
+        ``session`` needs them, for ``need``.
+        """
         evicted = self.tree.evict(n_pages)
         n_freed = len(evicted.pages) // ID_BYTES
         # Noted as nobody's before anybody is given them: the journal hears in this order.
         self.return_pages(evicted.pages)
         self.evicted_pages += n_freed
-        self.evicted_filter.left(evicted.victims)
+        self.evictions.left(evicted.victims, evicted.pages, session, need, self._out.at_s)
         tell_evicted(self._out, n_freed, len(evicted.victims), reason)
         return n_freed
 
@@ -925,7 +887,7 @@ class LeaseTable:
             Pages freed, and pages kept by a lock.
         """
         flushed = self.tree.flush(keys)
-        self.evicted_filter.left(flushed.nodes)
+        self.evictions.left(flushed.nodes, NO_PAGES, 0, FLUSH, self._out.at_s)
         n_freed = count(flushed.pages)
         self.return_pages(flushed.pages)
         self._out.emit(
@@ -933,7 +895,7 @@ class LeaseTable:
         )
         return n_freed, flushed.kept_pages
 
-    def _make_room(self, n_pages: int) -> None:
+    def _make_room(self, n_pages: int, session: int, need: str) -> None:
         """Have ``n_pages`` free pages, evicting if that is enough; otherwise change nothing.
 
         What is claimed is locked before this is called, so nothing of it is evicted here.
@@ -941,7 +903,7 @@ class LeaseTable:
         while (short := n_pages - self.pool.free_pages) > 0:  # twice only where some are condemned
             if short > self.tree.evictable_pages:
                 return
-            self.evict(short, "room")
+            self.evict(short, "room", session, need)
 
     def _unlock(self, lease: LeaseRecord) -> int:
         """Take its lock off the tree; the node at whose end it was, 0 where nothing was locked."""

@@ -34,6 +34,10 @@ class KnownSessions(Protocol):
     def by_id(self) -> Mapping[int, Session]:
         """Read it."""
 
+    @property
+    def gone(self) -> Mapping[int, str]:
+        """The names of those that were there last."""
+
 
 class HolderView(Protocol):
     """What is read to name a holder: ``Owners`` has it, and so does a node."""
@@ -57,6 +61,16 @@ def owner_of(held_in: HolderView, session: int) -> tuple[str, int]:
         return "kvd", 0
     found = held_in.sessions.by_id.get(session)
     return (found.name, found.pids[0]) if found else (f"session {session} (gone)", 0)
+
+
+def name_of(held_in: HolderView, session: int) -> str:
+    """Who that is or was, as short as it can be told."""
+    if not session:
+        return "kvd"
+    found = held_in.sessions.by_id.get(session)
+    if found is not None:
+        return found.name
+    return f"{held_in.sessions.gone.get(session, f'session {session}')} (gone)"
 
 
 def describe_holder(held_in: HolderView, lease: LeaseRecord) -> str:

@@ -6,7 +6,8 @@ and handoffs when one ends (``sessions``).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -17,6 +18,10 @@ from kvd.wire import events
 if TYPE_CHECKING:
     from kvd.core.inputs import ClientJoined, FormerSession
     from kvd.core.outbox import Outbox
+
+
+MOST_GONE: Final = 256
+"""Sessions that are over and whose names are known still."""
 
 
 class HangUp(msgspec.Struct, frozen=True):
@@ -79,6 +84,8 @@ class SessionTable:
         self.by_id: dict[int, Session] = {}
         self.name = name
         """This node's."""
+        self.gone: OrderedDict[int, str] = OrderedDict()
+        """Names of sessions that are over: what they wrote or missed may be told of yet."""
         self.prompts = PromptBudget(max_told_bytes)
         self._by_word = by_word
         self._out = out
@@ -92,6 +99,9 @@ class SessionTable:
         self._by_word.discard(session.id)
         if self.by_id.pop(session.id, None) is not None:
             session.prompts.end()
+            self.gone[session.id] = session.name
+            if len(self.gone) > MOST_GONE:
+                self.gone.popitem(last=False)
 
     def joined(self, got: ClientJoined) -> None:
         """A process opened the session or joined it."""

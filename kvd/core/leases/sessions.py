@@ -105,6 +105,7 @@ class Sessions:
     ) -> None:
         self._open = owners.sessions
         self.by_id = owners.sessions.by_id
+        self.gone = owners.sessions.gone
         """Those of the table: read them."""
         self._name = owners.sessions.name
         self._leases = leases

@@ -115,9 +115,11 @@ class Demoter:
 
     def evicted(self, nodes: Iterable[tuple[RadixNode, bytes, str]]) -> None:
         """These have left the pool, with their keys where these were known: what is lost by it."""
-        index = self.tier.index
+        index, in_tier = self.tier.index, self._leases.evictions.in_tier
         for node, key, namespace in nodes:
-            if self.wants(node) and not (key and index.has(namespace, key)):
+            if key and index.has(namespace, key):
+                in_tier.setdefault(node.id, self.tier.name)
+            elif self.wants(node):
                 self.tier.counts.evicted_unwritten += len(node.pages) // ID_BYTES
 
     # ---- what is ordered ---------------------------------------------------------------------

@@ -87,9 +87,14 @@ class TierMoves:
         """Of the last order."""
         return self._last_ticket
 
+    def take_ticket(self) -> int:
+        """Of an order that is given now."""
+        self._last_ticket += 1
+        return self._last_ticket
+
     def begin(self, move: TierMove) -> int:
         """It is under way from now on; its ticket."""
-        self._last_ticket = move.ticket = self._last_ticket + 1
+        move.ticket = self.take_ticket()
         move.since_s = self._out.at_s
         self.under_way[move.ticket] = move
         return move.ticket
@@ -130,15 +135,23 @@ class TierMoves:
         for move in self.under_way.values():
             silent_s = self._out.at_s - max(move.since_s, self.heard_s)
             if silent_s >= move.tier.settings.deadline_s:
-                self.is_restarting = True
-                why = f"{move.words} of tier {move.tier.name}: no answer for {silent_s:.1f} s"
-                self._out.effects.append(effects.RestartStorage(why))
+                self.restart(f"{move.words} of tier {move.tier.name}", silent_s)
                 return move
         return None
 
+    def restart(self, of: str, silent_s: float) -> None:
+        """End the process, which has not answered an order for so long."""
+        if not self.is_restarting:
+            self.is_restarting = True
+            why = f"{of}: no answer for {silent_s:.1f} s"
+            self._out.effects.append(effects.RestartStorage(why))
+
     def drop(self, tier: StorageTier, namespace: str, keys: Sequence[bytes]) -> None:
-        """Have these objects removed, before anything that is ordered from now on."""
-        if keys:
+        """Have these objects removed, before anything that is ordered from now on.
+
+        Not of a tier that is shared: what is there is not ours alone, and goes by its lifetime.
+        """
+        if keys and not tier.settings.is_shared:
             self._out.effects.append(effects.DropObjects(tier.name, namespace, joined(keys)))
 
 

@@ -12,6 +12,9 @@ asked again in between, so it is theirs::
                                              <-- Promoted --------+
     promotion     5 pages join the tree; the claim locks 8; the lease ends
 
+Where no index knows the next pages and others may have written them (``probes``), the claim waits
+for that answer first, and then as above.
+
 A long prompt comes in several, each as large as may be under way. What is bad, short or not there
 is never used: the pages before the first such one count, and it leaves the index with all behind
 it. Until the order is over its pages are nobody else's, whoever has stopped waiting.
@@ -31,6 +34,7 @@ from kvd.core.cache.lease import PROMOTION, Claim, Shortage
 from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.tiers.keys import next_key
 from kvd.core.tiers.moves import TierMove, joined
+from kvd.core.tiers.probes import Probes, TierProbe
 from kvd.errors import Refusal
 from kvd.types import ID_BYTES, NO_TOKENS, Tokens
 from kvd.wire import events
@@ -85,6 +89,7 @@ class TierWait:
     __slots__ = (
         "claim",
         "have_tokens",
+        "probed_until_s",
         "promoted_tokens",
         "promotion",
         "tier",
@@ -92,16 +97,22 @@ class TierWait:
     )
 
     def __init__(
-        self, claim: Claim, have_tokens: int, promotion: PagePromotion, until_s: float
+        self,
+        claim: Claim,
+        have_tokens: int,
+        promotion: PagePromotion | TierProbe,
+        until_s: float,
     ) -> None:
         self.claim = claim
         self.have_tokens = have_tokens
         """What was in the pool when it began to wait."""
-        self.promotion: PagePromotion | None = promotion
-        """None: it waits for none any more."""
+        self.promotion: PagePromotion | TierProbe | None = promotion
+        """Or the answer what could be promoted. None: it waits for none any more."""
         self.tier = promotion.tier
         """Of which it waited last."""
         self.until_s = until_s
+        self.probed_until_s = until_s
+        """When it waits for no answer any more what could be promoted."""
         self.promoted_tokens = 0
         """What came of the promotions that it waited for, wanted by it or not."""
 
@@ -118,6 +129,8 @@ class TierWait:
         found = self.promotion
         if found is None:
             return None
+        if isinstance(found, TierProbe):
+            return found.words
         return f"{found.n_objects} pages to be read from tier {found.tier.name}"
 
 
@@ -140,6 +153,7 @@ class Promotions:
         self._keys = keys
         self._moves = moves
         self._out = out
+        self.probes = Probes(tiers, leases.page_size * ID_BYTES, moves, out)
         self._coming: dict[bytes, PagePromotion] = {}
         """By key, what is being read."""
 
@@ -184,7 +198,7 @@ class Promotions:
             return None
         found = self.look(claim.tokens, claim.namespace)
         if found is None:
-            return None
+            return self._ask(claim, deadline_s)
         now_s = self._out.at_s
         # Half of the time that the request has is left for the room that it waits for then.
         until_s = min(now_s + found.tier.settings.wait_s, now_s + (deadline_s - now_s) / 2)
@@ -195,6 +209,29 @@ class Promotions:
             return None
         promotion.tier.counts.waits += 1
         return TierWait(claim, found.have_tokens, promotion, until_s)
+
+    def _ask(self, claim: Claim, deadline_s: float) -> TierWait | None:
+        """Wait for what a tier that is shared says of the claim's prompt; None: go on."""
+        probe, have_tokens = self._probe_of(claim)
+        if probe is None:
+            return None
+        now_s, settings = self._out.at_s, probe.tier.settings
+        until_s = min(now_s + settings.wait_s, now_s + (deadline_s - now_s) / 2)
+        wait = TierWait(claim, have_tokens, probe, until_s)
+        wait.probed_until_s = min(until_s, now_s + settings.probe_s)
+        return wait if wait.probed_until_s > now_s else None
+
+    def _probe_of(self, claim: Claim) -> tuple[TierProbe | None, int]:
+        """The question for the next pages of its prompt, and how many tokens of it are here."""
+        tokens, namespace = claim.tokens, claim.namespace
+        if not self.probes.can_ask(len(tokens)):
+            return None, 0
+        cached_tokens = self._leases.tree.probe(tokens, namespace)
+        if not self.probes.can_ask(len(tokens) - cached_tokens * ID_BYTES):
+            return None, 0
+        have_tokens, before = self._keys.behind(tokens, namespace)
+        probe = self.probes.want(tokens, namespace, have_tokens * ID_BYTES, before)
+        return probe, have_tokens
 
     def _promotion_of(self, claim: Claim, found: TierPages) -> PagePromotion | None:
         """The one that reads the next page that is wanted, begun if there is none."""
@@ -297,6 +334,21 @@ class Promotions:
         )
         self._end(move, n_cached, "promoted" if n_cached else "not-promoted")
 
+    def probed(self, probe: TierProbe) -> None:
+        """It is known what is there, or will not be: whoever waits has it read, or goes on."""
+        for wait in self._waiting_for(probe.name):
+            wait.promotion = None
+            found = self.look(wait.claim.tokens, wait.claim.namespace)
+            if found is None or wait.until_s <= self._out.at_s:
+                continue
+            wait.promotion, wait.tier = self._promotion_of(wait.claim, found), found.tier
+            wait.tier.counts.waits += wait.promotion is not None
+        self._admission.changed(probe.name)
+
+    def _waiting_for(self, name: str) -> list[TierWait]:
+        waiters = self._admission.side_queue.by_name.get(name, {}).values()
+        return [waiter.tier for waiter in waiters if isinstance(waiter.tier, TierWait)]
+
     def cut(self, move: PagePromotion) -> None:
         """Its process is reaped: nothing writes its pages, and nobody knows what is in them."""
         self._end(move, 0, "storage-gone")
@@ -315,10 +367,8 @@ class Promotions:
         for key in move.keys:
             if self._coming.get(key) is move:
                 del self._coming[key]
-        waiting = list(self._admission.side_queue.by_name.get(move.name, {}).values())
-        for waiter in waiting:
-            if isinstance(waiter.tier, TierWait):
-                self._go_on(waiter.tier, n_cached)
+        for wait in self._waiting_for(move.name):
+            self._go_on(wait, n_cached)
         # Before the lease ends: what has come is locked by it, and now by them.
         self._admission.changed(move.name)
         self._leases.release(move.lease, PROMOTION, cause)
@@ -336,21 +386,28 @@ class Promotions:
         if found is not None:
             wait.promotion = self._promotion_of(wait.claim, found)
             wait.tier = found.tier
+            return
+        probe, _ = self._probe_of(wait.claim)
+        if probe is not None:
+            wait.promotion, wait.tier = probe, probe.tier
+            wait.probed_until_s = min(wait.until_s, self._out.at_s + probe.tier.settings.probe_s)
 
     def tick(self) -> None:
         """Whoever has waited long enough goes on with what is in the pool."""
         now_s = self._out.at_s
+        self.probes.tick()
         for move in list(self._moves.under_way.values()):
             if not isinstance(move, PagePromotion):
                 continue
-            waiting = self._admission.side_queue.by_name.get(move.name, {}).values()
-            late = [
-                waiter.tier
-                for waiter in waiting
-                if isinstance(waiter.tier, TierWait) and waiter.tier.until_s <= now_s
-            ]
-            for wait in late:
-                wait.promotion = None
-                move.tier.counts.late += 1
-            if late:
-                self._admission.changed(move.name)
+            late = [wait for wait in self._waiting_for(move.name) if wait.until_s <= now_s]
+            self._go_without(move.name, late)
+        for probe in list(self.probes.under_way.values()):
+            waits = self._waiting_for(probe.name)
+            self._go_without(probe.name, [wait for wait in waits if wait.probed_until_s <= now_s])
+
+    def _go_without(self, name: str, late: list[TierWait]) -> None:
+        for wait in late:
+            wait.promotion = None
+            wait.tier.counts.late += 1
+        if late:
+            self._admission.changed(name)

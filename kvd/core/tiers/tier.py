@@ -45,8 +45,11 @@ class TierCounts:
         "hits",
         "late",
         "no_room",
+        "probe_hits",
+        "probes",
         "read",
         "read_bytes",
+        "unasked",
         "unwritten",
         "waits",
         "written",
@@ -77,6 +80,11 @@ class TierCounts:
         self.failed_orders = 0
         self.cut = 0
         """Orders that ended with their storage process."""
+        self.probes = 0
+        """Questions for what others have written; ``probe_hits`` found some of it."""
+        self.probe_hits = 0
+        self.unasked = 0
+        """Prompts of which it is known that nothing is there, or too many are asked for already."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from kvd.core.cache.radix_node import RadixNode
-    from kvd.core.inputs import Demoted, Promoted, StorageGone, TierFound, TierReady
+    from kvd.core.inputs import Demoted, Probed, Promoted, StorageGone, TierFound, TierReady
     from kvd.core.leases.admission import Admission
     from kvd.core.leases.epochs import Epochs
     from kvd.core.leases.lease_table import LeaseTable
@@ -102,6 +102,7 @@ class Tiers:
                 meant |= set(keys_meant(namespace, known))
             for name in sorted(meant):
                 self._drop_namespace(tier, name)
+        self.promotions.probes.close(keys, namespace)
         self._is_flushing = True
         flushed = self._leases.flush(keys, namespace)
         self._is_flushing = False
@@ -162,6 +163,12 @@ class Tiers:
         if move is not None:
             self.promotions.promoted(move, got)
 
+    def probed(self, got: Probed) -> None:
+        """One question is answered."""
+        probe = self.promotions.probes.probed(got)
+        if probe is not None:
+            self.promotions.probed(probe)
+
     def gone(self, got: StorageGone) -> None:
         """The process is reaped: nothing is under way, and nobody knows what lies in a tier.
 
@@ -170,7 +177,7 @@ class Tiers:
         if any(tier.generation > got.generation for tier in self.each):
             return
         # All tiers first: who waited is asked again below, and must not be told to wait once more.
-        moves = self.moves.cut()
+        moves, probes = self.moves.cut(), self.promotions.probes.cut()
         for tier in self.each:
             tier.generation, tier.down_why = 0, got.why
             cut = [move for move in moves if move.tier is tier]
@@ -179,6 +186,8 @@ class Tiers:
             if cut:
                 tier.failed(got.why)
             self._out.emit(events.TierDown(tier=tier.name, cut=len(cut), why=got.why))
+        for probe in probes:
+            self.promotions.probed(probe)
         for move in moves:
             if isinstance(move, PagePromotion):
                 self.promotions.cut(move)

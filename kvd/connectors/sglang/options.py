@@ -1,0 +1,59 @@
+"""What a user may set, in SGLang's extra configuration of the storage, and what is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kvd.connectors.vllm.weights import process_began_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SGLANGS: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
+"""Keys that are not for us; it takes its others out before."""
+
+NEEDS_V1: Final = (
+    'kvd: "interface_v1": 1 is missing in --hicache-storage-backend-extra-config: without it '
+    "SGLang copies each page once more, and says neither where it lies nor what is before it"
+)
+
+
+class StorageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """By the names of keys, which begin with ``kvd.`` there."""
+
+    socket: str = ""
+    """``ipc:///...``; empty: the daemon of this node."""
+    pool: str = "main"
+    name: str = ""
+    """What tables call this engine; empty: the model's name and the rank."""
+    partition: str = ""
+    """Engines with unlike ones share nothing."""
+    weights: str = ""
+    """A name for the weights, in place of what their files tell."""
+    threads: int = 1
+    """That copy."""
+    since_ns: int = msgspec.field(default_factory=process_began_ns)
+    """When this process began; its weights were read behind that. Not for users."""
+
+
+def storage_options(extra: Mapping[str, object] | None) -> StorageOptions:
+    """What ``--hicache-storage-backend-extra-config`` says to us.
+
+    Raises:
+        ValueError: it has a key that nobody knows, or lacks one that SGLang needs.
+    """
+    given = dict(extra or {})
+    if not given.get("interface_v1"):
+        raise ValueError(NEEDS_V1)
+    ours = {key.removeprefix("kvd."): value for key, value in given.items() if key not in SGLANGS}
+    known = [field for field in StorageOptions.__struct_fields__ if field != "since_ns"]
+    unknown = sorted(set(ours) - set(known))
+    if unknown:
+        told = ", ".join(f"kvd.{name}" for name in known)
+        raise ValueError(f"kvd: there is no {', '.join(unknown)} here; there is {told}")
+    try:
+        return msgspec.convert(ours, StorageOptions)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"kvd: in the storage's extra configuration: {error}") from None

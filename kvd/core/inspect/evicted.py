@@ -1,0 +1,168 @@
+"""Why it is not cached any more: what was evicted, for whom, who missed it since, who thrashes.
+
+What is known of that is in ``cache.evictions``; here it gets names, ages and words.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from kvd.core.cache.evictions import FLUSH, OPERATOR, SOON_S
+from kvd.core.cache.namespaces import told
+from kvd.core.inspect.explanation import Explanation, links_of
+from kvd.core.leases.owners import name_of
+from kvd.wire.snapshot import EvictedPrefix, EvictionState, MissedAgain, ThrashState
+
+if TYPE_CHECKING:
+    from kvd.core.cache.left_prefix import LeftPrefix, MissedPrefix, Thrashing
+    from kvd.core.cache.radix_node import RadixNode
+    from kvd.core.inspect.view import NodeView
+
+ROWS_SHOWN: Final = 20
+"""Of the last evictions, and of the last requests that they hurt."""
+
+
+def eviction_state(node: NodeView) -> EvictionState:
+    """The counters, the last rows of either kind, the last first, and who thrashes now."""
+    kept = node.leases.evictions
+    return EvictionState(
+        prefixes=kept.n_left,
+        hurt=kept.n_hurt,
+        hurt_soon=kept.n_soon,
+        evicted=tuple([_row(node, left) for left in kept.last_left()[:ROWS_SHOWN]]),
+        missed=tuple([_missed(node, one) for one in islice(reversed(kept.missed), ROWS_SHOWN)]),
+        thrashing=tuple([_thrash(node, pair) for pair in kept.thrashing_at(node.out.at_s)]),
+    )
+
+
+def _row(node: NodeView, left: LeftPrefix) -> EvictedPrefix:
+    now_s = node.out.at_s
+    return EvictedPrefix(
+        prefix=f"{left.digest:016x}",
+        namespace=told(left.namespace.decode()),
+        start_tokens=left.start_tokens,
+        end_tokens=left.end_tokens,
+        pages=left.n_pages,
+        hits=left.hits,
+        wrote=_writer(node, left),
+        needed_by=name_of(node, left.session),
+        need=left.need,
+        tier=left.tier,
+        ago_s=now_s - left.at_s,
+        unused_s=left.at_s - left.touched_at,
+    )
+
+
+def _missed(node: NodeView, missed: MissedPrefix) -> MissedAgain:
+    return MissedAgain(
+        missed_by=name_of(node, missed.session),
+        after_s=missed.at_s - missed.left.at_s,
+        ago_s=node.out.at_s - missed.at_s,
+        evicted=_row(node, missed.left),
+    )
+
+
+def _thrash(node: NodeView, pair: Thrashing) -> ThrashState:
+    state = ThrashState(
+        needed_by=name_of(node, pair.session),
+        hurt=name_of(node, pair.hurt),
+        rounds=pair.rounds,
+        since_s=node.out.at_s - pair.since_s,
+        last=_missed(node, pair.last),
+    )
+    return replace(state, why=_thrash_words(state))
+
+
+def _writer(node: NodeView, left: LeftPrefix) -> str:
+    return name_of(node, left.writer) if left.writer else "kvd"
+
+
+# ---- in words ------------------------------------------------------------------------------------
+
+
+def of_evictions(node: NodeView) -> Explanation:
+    """The whole record in a sentence, then who thrashes, who was hurt, and what left last."""
+    kept, state = node.leases.evictions, eviction_state(node)
+    if not kept.n_left:
+        return Explanation("nothing was evicted or flushed since this daemon began")
+    sentence = (
+        f"{node.leases.evicted_pages} pages were evicted since this daemon began; {kept.n_left} "
+        f"prefixes have left the pool, {kept.n_hurt} were asked for again by a request that found "
+        f"them gone, {kept.n_soon} of these within {SOON_S:.0f} s"
+    )
+    facts = [pair.why for pair in state.thrashing]
+    facts += [_missed_words(row) for row in state.missed]
+    last = kept.last_left()
+    facts += [_left_words(node, left) for left in last[:ROWS_SHOWN]]
+    clients = Counter(left.session for left in last if left.session)
+    refs = [f"client:{number}" for number, _ in clients.most_common(ROWS_SHOWN)]
+    return Explanation(sentence, tuple(facts), links_of(*refs))
+
+
+def _thrash_words(pair: ThrashState) -> str:
+    """Both sides, and what to do."""
+    sides = f"{pair.needed_by} and {pair.hurt}"
+    whose = f"{pair.needed_by} needs pages, and {pair.hurt} asks for what left"
+    if pair.needed_by == pair.hurt:
+        sides, whose = pair.hurt, f"{pair.hurt} asks for what left for its own pages"
+    evicted = pair.last.evicted
+    return (
+        f"thrashing for {pair.since_s:.1f} s: {whose}, {pair.rounds} times the same prefix within "
+        f"{SOON_S:.0f} s; last {evicted.pages} pages{_of(evicted.namespace)}: the pool is smaller "
+        f"than what {sides} work with"
+    )
+
+
+def _of(namespace: str) -> str:
+    return f" of {namespace}" if namespace else ""
+
+
+def _missed_words(row: MissedAgain) -> str:
+    left = row.evicted
+    return (
+        f"{row.ago_s:.1f} s ago {row.missed_by} missed {_span(left)}, "
+        f"which had gone {row.after_s:.1f} s before for {_for(left)}"
+    )
+
+
+def _span(left: EvictedPrefix) -> str:
+    return f"tokens {left.start_tokens} to {left.end_tokens}{_of(left.namespace)} ({left.prefix})"
+
+
+def _for(left: EvictedPrefix) -> str:
+    if left.need == FLUSH:
+        return "a flush"
+    if left.need == OPERATOR:
+        return "an operator"
+    return f"a {left.need} of {left.needed_by}"
+
+
+def _left_words(node: NodeView, kept: LeftPrefix) -> str:
+    left = _row(node, kept)
+    became = f"tier {left.tier} has it" if left.tier else "dropped"
+    return (
+        f"{left.ago_s:.1f} s ago {_span(left)} left, {left.pages} pages, written by {left.wrote}, "
+        f"for {_for(left)}; hits: {left.hits}, unused for {left.unused_s:.1f} s: "
+        f"{node.settings.policy.value} chose it; {became}"
+    )
+
+
+def of_free_page(node: NodeView, what: str, page: int) -> Explanation:
+    """What it held last, as far as that is known."""
+    left = node.leases.evictions.of_page(page) if page else None
+    if left is None:
+        return Explanation(f"{what} is free")
+    return Explanation(f"{what} is free", (f"it was cached: {_left_words(node, left)}",))
+
+
+def told_of_node(node: NodeView, edge: RadixNode) -> list[str]:
+    """Who brought what is cached there, and how often it went too early before."""
+    said = [f"written by {name_of(node, edge.writer)}"] if edge.writer else []
+    rounds = node.leases.evictions.rounds_of(edge)
+    if rounds:
+        said.append(f"it was evicted and asked for again within {SOON_S:.0f} s, {rounds} times")
+    return said

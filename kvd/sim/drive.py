@@ -1,0 +1,113 @@
+"""A tier below the pool of a node that replays a load: a drive with one rate, which never fails.
+
+It does one order after the other, reads before writes, as fast as its rate. What it holds is
+``SimDisk``; the storage process of a world with faults is in ``storage``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvd.core import effects, inputs
+from kvd.core.settings import Demotion, TierSettings
+from kvd.core.tiers.keys import each_key
+from kvd.sim.storage import SimDisk
+from kvd.sim.violation import Violated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.sim.agenda import Agenda
+
+NAME = "disk"
+GENERATION = 1
+
+
+class DriveShape(msgspec.Struct, frozen=True):
+    """How much it holds, how fast it is, and what is written to it."""
+
+    tokens: int
+    tokens_per_s: float
+    """Read or written; one at a time."""
+    demotion: Demotion = Demotion.ALWAYS
+    wait_s: float = 2.0
+    """How long a request waits for its pages from here at most."""
+
+    def settings(self, page_tokens: int) -> TierSettings:
+        """The tier for a node; sizes are in tokens, for nothing here knows bytes."""
+        return TierSettings(
+            name=NAME,
+            capacity_bytes=self.tokens,
+            object_bytes=page_tokens,
+            demotion=self.demotion,
+            wait_s=self.wait_s,
+            max_moving_bytes=max(page_tokens, int(self.tokens_per_s)),  # of one second
+        )
+
+
+class Drive:
+    """What carries out the storage orders of one node; ``report`` is told how each went."""
+
+    def __init__(
+        self,
+        shape: DriveShape,
+        page_tokens: int,
+        agenda: Agenda,
+        report: Callable[[inputs.StorageReport], None],
+    ) -> None:
+        self.read_tokens = 0
+        self.written_tokens = 0
+        self._page_tokens = page_tokens
+        self._page_s = page_tokens / shape.tokens_per_s
+        self._agenda = agenda
+        self._report = report
+        self._disk: SimDisk[bool] = SimDisk(shape.settings(page_tokens))
+        self._reads: deque[effects.Promote] = deque()
+        self._writes: deque[effects.Demote] = deque()
+        self._is_busy = False
+
+    def order(self, order: effects.StorageOrder) -> None:
+        """Take one; what is dropped is gone at once, for it is named by none that comes before.
+
+        Raises:
+            Violated: it is asked what others wrote.
+        """
+        match order:
+            case effects.Promote():
+                self._reads.append(order)
+            case effects.Demote():
+                self._writes.append(order)
+            case effects.DropObjects():
+                self._disk.drop(order)
+            case effects.DropNamespace():
+                self._disk.drop_namespace(order.namespace)
+            case effects.Probe():
+                raise Violated(f"nobody else writes to a drive, and it is asked: {order}")
+        self._begin()
+
+    def _begin(self) -> None:
+        queue = self._reads or self._writes
+        if queue and not self._is_busy:
+            self._is_busy = True
+            order = queue.popleft()
+            self._agenda.after(len(each_key(order.keys)) * self._page_s, self._done, order)
+
+    def _done(self, order: effects.Promote | effects.Demote) -> None:
+        self._is_busy = False
+        keys, now_s = each_key(order.keys), self._agenda.now_s
+        n_bytes = len(keys) * self._page_tokens
+        if isinstance(order, effects.Demote):
+            for key in keys:
+                self._disk.write(order.namespace, key, content=True)
+            self.written_tokens += n_bytes
+            every = tuple(range(len(keys)))
+            self._report(inputs.Demoted(now_s, order.ticket, every, n_bytes))
+        else:
+            self.read_tokens += n_bytes
+            gone = [at for at, key in enumerate(keys) if not self._disk.read(order.namespace, key)]
+            why = "not there" if gone else ""
+            self._report(inputs.Promoted(now_s, order.ticket, tuple(gone), n_bytes, why))
+        self._begin()

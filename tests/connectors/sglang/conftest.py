@@ -1,0 +1,17 @@
+"""How long anything takes is the machine's: no wait for a daemon ends before its answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.connectors.sglang import page_store, storage_link
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    monkeypatch.setattr("kvd.client.port.AT_ONCE_S", PATIENCE_S)
+    monkeypatch.setattr(storage_link, "OPEN_WITHIN_S", PATIENCE_S)
+    monkeypatch.setattr(storage_link, "AGAIN_WITHIN_S", PATIENCE_S)
+    monkeypatch.setattr(page_store, "COPY_WITHIN_S", PATIENCE_S)
