@@ -19,7 +19,7 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.drivers.linux_driver import LinuxDriver
-from textual.widgets import ContentSwitcher, Footer, Tab, Tabs
+from textual.widgets import ContentSwitcher, Tab, Tabs
 from typing_extensions import override
 
 from kvd.errors import Code, Refusal
@@ -246,7 +246,7 @@ class KvdTui(App[None], inherit_bindings=False):
             yield self._switcher
             yield self.card
         yield self.bar
-        yield Footer(compact=True, show_command_palette=False)
+        yield heads.Foot(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
         """Start to ask, and to paint."""

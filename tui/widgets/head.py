@@ -1,10 +1,12 @@
-"""The first line of the screen: how the daemon is, and how old that is."""
+"""The first line of the screen, how the daemon is and how old that is; and the last, keys."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
+from textual.widgets import Footer
+from typing_extensions import override
 
 from kvd.text import duration
 from tui.draw import spans
@@ -119,3 +121,13 @@ class Head(Canvas):
     """The first line."""
 
     DEFAULT_CSS = "Head { height: 1; }"
+
+
+class Foot(Footer):
+    """The last line: keys."""
+
+    @override
+    async def recompose(self) -> None:
+        await super().recompose()
+        # Textual lets go of the keys of before only when what they watch is said to have changed.
+        self.mutate_reactive(Footer.compact)
