@@ -78,7 +78,8 @@ async def test_problems_and_failures_come_before_everything_else_at_every_size(s
     async with staged("overview", "normal", size, make_trouble) as stage:
         lines = stage.text.splitlines()
         said = [at for at, line in enumerate(lines) if re.match("[▸ ] . (HIGH|MEDIUM|LOW) ", line)]
-        failed = [at for at, line in enumerate(lines) if re.match(r"[· ] \d\d:\d\d:\d\d .*room", line)]
+        failure = re.compile(r"[· ] \d\d:\d\d:\d\d .*room")
+        failed = [at for at, line in enumerate(lines) if failure.match(line)]
         others = [at for at, line in enumerate(lines) if "kv: " in line or "component" in line]
         total = stage.app.page.problems.data.total
         assert total >= 7

@@ -170,4 +170,5 @@ class FailedHandoffs(WindowedTable):
             f"{age(self._now_s - ended_s):>7} ago  " if self.size.width >= TELLING_COLUMNS else " "
         )
         head = f"{when}{ago}room {row.cell('room')}  {peer}  "
-        return (Styled(head, "dim"), cleaned(row.text("waiting_for") or "nobody said why", "bad"))
+        why = cleaned(row.text("waiting_for") or "nobody said why", "bad")
+        return spans.fit((Styled(head, "dim"), why), self.size.width - GUTTER)
