@@ -224,15 +224,11 @@ async def consoles(endpoint: str, count: int, hz: float) -> AsyncIterator[list[C
 TERMINAL_COLUMNS: Final = 180
 TERMINAL_LINES: Final = 50
 FPS: Final = 10
-SCREENS: Final = (
-    "overview",
-    "pools",
-    "radix",
-    "handoffs",
-    "peers",
-    "events",
-    "clients",
-)
+SCREENS: Final = {
+    "overview": "1", "pools": "2", "engines": "2e", "radix": "3", "handoffs": "4",
+    "peers": "5", "events": "6",
+}
+"""Each with the keys that lead to it."""
 START_S: Final = 30.0
 SETTLE_S: Final = 1.5
 
@@ -266,8 +262,8 @@ class ConsoleTerminal:
         os.waitpid(self._pid, 0)
         os.close(self._fd)
 
-    async def first_frame(self) -> float:
-        """Seconds from its start until the node's state is on the screen.
+    async def first_frame(self) -> Measured:
+        """Until the node's state is on the screen: seconds that passed, and of its processor time.
 
         Raises:
             TimeoutError: it never was; the message has what was shown.
@@ -276,13 +272,14 @@ class ConsoleTerminal:
             if time.monotonic() - self._began_s > START_S:
                 raise TimeoutError(f"no frame in {START_S:g} s: {self._text[-2000:]!r}")
             await asyncio.sleep(0.005)
-        return time.monotonic() - self._began_s
+        passed_s = time.monotonic() - self._began_s
+        return {"first_frame_s": passed_s, "first_frame_cpu_s": busy_s(self._pid)}
 
     async def screens(self, seconds: float) -> list[Measured]:
         """Each of them for so long: a row of the table."""
         rows: list[Measured] = []
-        for number, name in enumerate(SCREENS, start=1):
-            os.write(self._fd, str(number).encode())
+        for name, keys in SCREENS.items():
+            os.write(self._fd, keys.encode())
             await asyncio.sleep(SETTLE_S)
             seen, busy, began_s = self._seen, busy_s(self._pid), time.monotonic()
             await asyncio.sleep(seconds)
@@ -388,7 +385,7 @@ async def measure_terminal(
     """A real console at work and stopped, and a row for each of its screens."""
     told("a real console, screen by screen")
     with ConsoleTerminal(daemon.admin) as terminal:
-        first_frame_s = await terminal.first_frame()
+        first_frame = await terminal.first_frame()
         screens = await terminal.screens(load.seconds)
         told("a real console at work")
         working = await core_share(daemon, load.seconds)
@@ -396,8 +393,7 @@ async def measure_terminal(
         await asyncio.sleep(1.0)
         told("a stopped console")
         stopped = await core_share(daemon, load.seconds)
-    found = {"first_frame_s": first_frame_s, "working": 100 * working, "stopped": 100 * stopped}
-    return {**found}, screens
+    return {**first_frame, "working": 100 * working, "stopped": 100 * stopped}, screens
 
 
 async def core_share(daemon: DaemonProcess, seconds: float) -> float:
@@ -432,10 +428,10 @@ def result_of(
             ),
             at_most(
                 f"CPU per frame of the console in ms, {worst['screen']}",
-                10.0,
+                8.0,
                 figure(worst, "frame_ms"),
             ),
-            at_most("first frame of the console in s", 1.0, figure(seen, "first_frame_s")),
+            at_most("CPU of its first frame in s", 1.0, figure(seen, "first_frame_cpu_s")),
         ),
     )
 
@@ -458,6 +454,7 @@ SEEN_COLUMNS: Final = (
     ResultColumn("age_p50_s", "tables are old s p50", ".2f"),
     ResultColumn("age_p99_s", "p99", ".2f"),
     ResultColumn("first_frame_s", "first frame s", ".2f"),
+    ResultColumn("first_frame_cpu_s", "of its CPU", ".2f"),
 )
 
 

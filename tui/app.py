@@ -19,7 +19,7 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.drivers.linux_driver import LinuxDriver
-from textual.widgets import ContentSwitcher, Footer, Tab, Tabs
+from textual.widgets import ContentSwitcher, Tab, Tabs
 from typing_extensions import override
 
 from kvd.errors import Code, Refusal
@@ -82,11 +82,11 @@ CHARTED_S = (1.0, 8.0)
 """Of a dot of the charts: two minutes at a glance, or the quarter of an hour that is kept."""
 AHEAD_S = 3.0
 """So long keys about a row wait for the first rows of a page."""
-ABOUT_A_ROW = frozenset({"enter", "r", "i", "y", "A", "x", "h", "p", "up", "down", "k", "j"})
+ABOUT_A_ROW = frozenset({"enter", "r", "i", "y", "ctrl+k", "x", "h", "p", "up", "down", "k", "j"})
 IN_THE_LOG = frozenset({"lost", "skipped"})
 """Notices that are lines among the events; where those are many, telling each is in the way."""
 ON_SOMETHING = ("open", "related", "events_of", "copy")
-"""Actions about what is open, or under the cursor."""
+"""About what is open, or under the cursor."""
 CARD_S = 0.5
 """How often what is open is asked about."""
 RESIZED_S = 0.1
@@ -172,7 +172,7 @@ class KvdTui(App[None], inherit_bindings=False):
             tooltip="with a minute ago; again: ten; again: with now, as it goes on; again: no more",
         ),
         Binding("t", "charts", "time", show=False, tooltip="charts of two minutes, or of fifteen"),
-        Binding("T", "next_theme", "the next theme", show=False),
+        Binding("ctrl+t", "next_theme", "the next theme", show=False),
         Binding("?", "help", "help", tooltip="these keys, and the commands"),
         Binding("q,ctrl+c", "quit", "quit"),
     ]
@@ -246,7 +246,7 @@ class KvdTui(App[None], inherit_bindings=False):
             yield self._switcher
             yield self.card
         yield self.bar
-        yield Footer(compact=True, show_command_palette=False)
+        yield heads.Foot(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
         """Start to ask, and to paint."""
@@ -316,7 +316,8 @@ class KvdTui(App[None], inherit_bindings=False):
         self.traffic.take(self.mirror.history.newest.tables.get(ALL_PEERS))
         self._paint_frame()
         snapshot = self.snapshot
-        seen = (self.mirror.frames, snapshot.heard_s, self.page, self.size, self.theme)
+        state = (self.page, self.size, self.theme, self.bar.display)
+        seen = (self.mirror.frames, snapshot.heard_s, *state)
         if seen != self._seen:
             self._seen = seen
             self.page.show(snapshot)
@@ -530,8 +531,7 @@ class KvdTui(App[None], inherit_bindings=False):
 
     def action_charts(self) -> None:
         """Charts of minutes, or of all that is kept."""
-        at = CHARTED_S.index(self.chart_step_s) + 1
-        self.chart_step_s = CHARTED_S[at % len(CHARTED_S)]
+        self.chart_step_s = CHARTED_S[self.chart_step_s == CHARTED_S[0]]
         self.say(f"charts: {self.chart_step_s:g} s a dot")
         self._seen = ()
 

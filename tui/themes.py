@@ -75,18 +75,14 @@ _OWN = {
 }
 """Colours of page states, so that they differ from each other in every theme."""
 
-_WEIGHTS = {
-    "head": Style(bold=True), "key": Style(bold=True), "bad": Style(bold=True),
-    "warn": Style(bold=True), "selected": Style(bold=True), "lit": Style(bold=True),
-    "nobody": Style(bold=True), "quarantined": Style(bold=True),
-}  # fmt: skip
-
+_BOLD = ("head", "key", "bad", "warn", "selected", "lit", "nobody", "quarantined")
+_WEIGHTS = dict.fromkeys(_BOLD, Style(bold=True))
 _WITHOUT_COLOUR = {
-    "bad": Style(bold=True, underline=True), "warn": Style(bold=True), "head": Style(bold=True),
-    "key": Style(bold=True), "cursor": Style(reverse=True), "selected": Style(bold=True),
-    "lit": Style(reverse=True), "dim": Style(dim=True), "border": Style(dim=True),
-    "nobody": Style(bold=True, underline=True), "quarantined": Style(bold=True),
-}  # fmt: skip
+    **_WEIGHTS,
+    **dict.fromkeys(("bad", "nobody"), Style(bold=True, underline=True)),
+    **dict.fromkeys(("cursor", "lit"), Style(reverse=True)),
+    **dict.fromkeys(("dim", "border"), Style(dim=True)),
+}
 
 PLAIN = Style()
 

@@ -704,9 +704,11 @@ class Connecting:
         *,
         key: str,
         expects: Mapping[str, str | int] | None,
+        kind: str,
         within_s: float,
     ) -> None:
         self._within_s = within_s
+        self._kind = kind
         self._endpoint = endpoint
         self._name = name
         self._key = key
@@ -727,10 +729,10 @@ class Connecting:
 
     async def _open(self) -> Node:
         endpoint = client_endpoint(self._endpoint)
-        request = Attach(self._name, key=self._key)
+        request = Attach(self._name, key=self._key, kind=self._kind)
         attachment = await attach(endpoint, request, self._within_s)
         attachment.require(self._expects)
-        attachment.key = self._key
+        attachment.key, attachment.kind = self._key, self._kind
         connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
         with attachment.or_left():
             channel = LoopChannel(endpoint, attachment, connection, self._name)
@@ -744,6 +746,7 @@ def connect(
     return_within_s: float = RETURN_WITHIN_S,
     key: str = "",
     expects: Mapping[str, str | int] | None = None,
+    kind: str = "",
     within_s: float = ATTACH_WITHIN_S,
 ) -> Connecting:
     """Open a session with the daemon of this node.
@@ -757,6 +760,7 @@ def connect(
             others of the same user join this session by it, also those that ask before it is there.
         expects: what the pool must be for this engine, by keys of ``[pool]``: ``family``,
             ``order``, ``interior``, ``tag``, ``page_size``.
+        kind: what the engine is, for whoever looks: ``vllm 0.32.0``.
         within_s: how long a daemon that is stopped or busy may take to answer; then it raises
             ``unreachable``.
 
@@ -765,7 +769,9 @@ def connect(
             with that key lives, ``layout-mismatch`` where the pool is not as ``expects`` says, or
             another refusal of the daemon.
     """
-    return Connecting(endpoint, name, return_within_s, key=key, expects=expects, within_s=within_s)
+    return Connecting(
+        endpoint, name, return_within_s, key=key, expects=expects, kind=kind, within_s=within_s
+    )
 
 
 def _of_nothing(what: str, fix: str) -> Refusal:

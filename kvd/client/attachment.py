@@ -90,6 +90,8 @@ class Attachment:
         """What has to be over before this process goes back to a daemon that was restarted."""
         self.key = ""
         """By which others join; the process that connected with it says it again at each return."""
+        self.kind = ""
+        """What the engine is; said again too."""
         self._fds = fds
         self._pid = os.getpid()
         self.is_own = True

@@ -164,7 +164,12 @@ def main_way(path: str, attachment: Attachment, name: str, connection: Connectio
         copies = attachment.copies
         keeps_blocks = copies is not None and copies.has_blocks
         return Attach(
-            name, resumes=token, leases=leases, key=attachment.key, keeps_blocks=keeps_blocks
+            name,
+            resumes=token,
+            leases=leases,
+            key=attachment.key,
+            keeps_blocks=keeps_blocks,
+            kind=attachment.kind,
         )
 
     return WayBack(path, attachment, request)

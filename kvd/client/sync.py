@@ -957,6 +957,7 @@ def connect_sync(
     return_within_s: float = RETURN_WITHIN_S,
     key: str = "",
     expects: Mapping[str, str | int] | None = None,
+    kind: str = "",
     within_s: float = ATTACH_WITHIN_S,
     on_unreachable: Literal["wait", "miss"] = "wait",
 ) -> SyncNode:
@@ -968,6 +969,7 @@ def connect_sync(
         return_within_s: as for ``connect``.
         key: as for ``connect``.
         expects: as for ``connect``.
+        kind: as for ``connect``.
         within_s: as for ``connect``.
         on_unreachable: what a call does once the daemon has ended. ``wait``: it waits for the next
             one, for ``return_within_s`` at most. ``miss``: it costs no more than a look. ``match``
@@ -980,9 +982,9 @@ def connect_sync(
     """
     misses = _is_miss(on_unreachable)
     address = client_endpoint(endpoint)
-    attachment = attach(address, Attach(name, key=key), within_s)
+    attachment = attach(address, Attach(name, key=key, kind=kind), within_s)
     attachment.require(expects)
-    attachment.key = key
+    attachment.key, attachment.kind = key, kind
     connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
     waits_s = 0.0 if misses else return_within_s
     with attachment.or_left():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.console.holders import amount
+from kvd.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -62,4 +62,4 @@ def open_biggest(context: Context, budget: str) -> str:
 def pages_of(leases: Collection[LeaseRecord]) -> str:
     """``2 leases with 7 pages``."""
     pages = sum([lease.held_pages for lease in leases])
-    return f"{amount(len(leases), 'lease')} with {amount(pages, 'page')}"
+    return f"{counted(len(leases), 'lease')} with {counted(pages, 'page')}"

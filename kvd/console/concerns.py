@@ -1,8 +1,7 @@
 """What an operator should look at, the gravest first; and the view of the standing audit.
 
-Each concern is a function of the node's state and of what looks remember; there is none on a
-healthy node, however busy. They are about who holds what, about what should move, and about the
-daemon itself, in this order.
+Each concern is a function of the node's state and of what looks remember: none on a healthy node.
+They are about who holds what, about what should move, and about the daemon itself, in this order.
 
 They must cost little while all is well: of the leases only those are looked at that were opened a
 minute ago or longer, a session's are added up only where one of its processes is gone, and a part
@@ -33,7 +32,6 @@ from kvd.console.engine_concerns import (
     lingering,
     old_leases,
 )
-from kvd.console.holders import amount
 from kvd.console.view import View
 from kvd.core.audit.rules import INVARIANTS
 from kvd.core.handoff.parts import ReceivePart
@@ -42,6 +40,7 @@ from kvd.core.inspect.rows import waiting_rows
 from kvd.core.inspect.schema import StateField, session_name
 from kvd.core.inspect.words import asked_word, epochs_words
 from kvd.core.peers.peer import Agent, Life
+from kvd.text import amount, counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -180,14 +179,14 @@ def quarantines(context: Context) -> Iterator[Concern]:
         held = first.quarantine
         if held is None:
             continue
-        pages = sum(row.held_pages for row in group)
+        pages = counted(sum(row.held_pages for row in group), "page")
         is_long = context.now_s - held.since_s > LONG_QUARANTINE_S
-        others = f" and {amount(len(group) - 1, 'more lease')}" if len(group) > 1 else ""
+        others = f" and {counted(len(group) - 1, 'more lease')}" if len(group) > 1 else ""
         yield Concern(
             severity=MEDIUM if is_long else LOW,
             kind="quarantine",
             subject=f"lease:{first.id}",
-            evidence=f"{amount(pages, 'page')} of lease {first.id}{others}: {held.peers} may still "
+            evidence=f"{pages} of lease {first.id}{others}: {held.peers} may still "
             f"write them ({held.why}); waits for {decoder.quarantines.waits_for(first)}",
             since_s=held.since_s,
             rule=f"a writer says within {QUARANTINE_S:g} s that it is done",
@@ -230,13 +229,13 @@ def _handoff(
         yield _still(context, part, moved_s)
     last_s = LATE_HANDOFF * (part.deadline_s - part.since_s)
     if may_be_late and part.deadline_s - context.now_s < last_s:
-        whole = f" of {part.total_bytes}" if part.total_bytes else ""
+        whole = f" of {amount(part.total_bytes)}" if part.total_bytes else ""
         yield Concern(
             severity=MEDIUM,
             kind="late-handoff",
             subject=_ref(part),
-            evidence=f"room {part.room} with {part.peer or 'nobody yet'}: {part.state.value}, "
-            f"{done_bytes}{whole} bytes",
+            evidence=f"room {part.room} with {part.peer or 'nobody yet'}: "
+            f"{part.state.value}, {amount(done_bytes)}{whole}",
             since_s=part.deadline_s - last_s,
             rule="a handoff is done before the last fifth of its time",
             action=f"open {_ref(part)}",
@@ -253,7 +252,7 @@ def peers(context: Context) -> Iterator[Concern]:
             why = known.trouble(peer.name)
             parts = [*context.node.decoder.parts.values(), *context.node.prefiller.known()]
             stand = sum([part.peer == peer.name for part in parts])
-            hurt = f"; {amount(stand, 'handoff')} with it under way" if stand else ""
+            hurt = f"; {counted(stand, 'handoff')} with it under way" if stand else ""
             yield Concern(
                 severity=grave,
                 kind=kind,
@@ -373,15 +372,16 @@ def _still(context: Context, part: ReceivePart | SendPart, moved_s: float) -> Co
 def _keeps_receive(part: ReceivePart, *, is_long: bool) -> tuple[str, str, str]:
     """How grave it is, what is wrong, and what to do."""
     grave = MEDIUM if is_long else LOW
+    writer = "its source" if part.attempt.is_pulled else "the prefill engine"
     match part.state:
         case Decode.OFFERED:
-            what = "its pages are offered, and the prefill engine has not begun"
+            what = f"its pages are offered, and {writer} has not begun"
         case Decode.VERIFYING:
             what, grave = "its pages are verified by our transfer process", MEDIUM
         case _:
             what = (
-                f"{part.moved_bytes} of {part.total_bytes} bytes, and nothing since: the prefill "
-                "engine does not compute, or bytes have stopped"
+                f"{amount(part.moved_bytes)} of {amount(part.total_bytes)}, and nothing since: "
+                f"{writer} does not go on, or bytes have stopped"
             )
     return grave, what, f"open {_ref(part)}"
 
@@ -393,8 +393,8 @@ def _keeps_send(context: Context, part: SendPart, *, is_long: bool) -> tuple[str
     if part.outstanding:
         moved = context.node.prefiller.posts.live_bytes(part)
         what = (
-            f"{amount(len(part.outstanding), 'post')} under way, "
-            f"{moved} of {part.total_bytes} bytes, and nothing since: bytes have stopped"
+            f"{counted(len(part.outstanding), 'post')} under way, "
+            f"{amount(moved)} of {amount(part.total_bytes)}, and nothing since: bytes have stopped"
         )
         return HIGH, what, peer
     match part.state:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.console.concern import HIGH, LOW, MEDIUM, Concern, first_seen, pages_of
-from kvd.console.holders import amount
 from kvd.core.cache.lease import ENGINE
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.inspect.rows import client_rows
 from kvd.core.inspect.schema import session_name
 from kvd.core.inspect.words import mark_words
+from kvd.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,7 +91,7 @@ def lingering(context: Context) -> Iterator[Concern]:
                 severity=LOW,
                 kind="lingering",
                 subject=ref,
-                evidence=f"{amount(lease.held_pages, 'page')}, released by "
+                evidence=f"{counted(lease.held_pages, 'page')}, released by "
                 f"{session_name(context.node, lease.session)} and still read by send {part.id} "
                 f"of room {part.room}",
                 since_s=since_s,
@@ -122,7 +122,7 @@ def gone_clients(context: Context) -> Iterator[Concern]:
             kind="client-gone",
             subject=ref,
             evidence=f"pid {gone[0]} of {session.name} is gone, its connection is kept open by "
-            f"{by}: {pages_of(has.leases)}, {amount(has.receives + has.sends, 'handoff')}",
+            f"{by}: {pages_of(has.leases)}, {counted(has.receives + has.sends, 'handoff')}",
             since_s=first_seen(context, "client-gone", ref),
             rule="what a dead engine held is released when its last process hangs up",
             action=f"kill {living[0]}: what the session holds is released at once"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvd.core.inspect.schema import session_name
 from kvd.core.inspect.words import lease_word
 from kvd.core.leases.owners import owner_of
+from kvd.text import counted
 from kvd.wire.console import Holder
 
 if TYPE_CHECKING:
@@ -44,11 +45,6 @@ def state_of(node: NodeView, lease: LeaseRecord) -> str:
     return "" if lease.session in node.sessions.by_id else "gone"
 
 
-def amount(number: int, what: str) -> str:
-    """``1 page``, ``2 pages``."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def biggest_owners(node: NodeView, budget: str, is_alive: Callable[[int], bool]) -> list[Holder]:
     """Who holds the most pages of a component, living or not: an owner each, with all its leases.
 
@@ -76,7 +72,7 @@ def _owner_holder(
     session = node.sessions.by_id.get(first.session)
     own, locked = sum([kept.pages for kept in several]), max([kept.locked for kept in several])
     promised = sum([kept.promised for kept in several])
-    words = [f"{amount(own, 'page')} by {amount(len(several), 'lease')}"]
+    words = [f"{counted(own, 'page')} by {counted(len(several), 'lease')}"]
     words += [f"{promised} promised"] if promised else []
     words += [f"locks {locked} cached"] if locked and not own else []
     is_dead = session is not None and not any(map(is_alive, session.pids))

@@ -26,7 +26,16 @@ from kvd import __version__
 from kvd.console.concerns import AUDIT, CONCERNS, Worry, worry
 from kvd.console.page_map import MapFeed
 from kvd.console.survey import Surveyor
-from kvd.console.tables import CLIENTS, LEASES, PEERS, POOLS, ROOMS, WAITING_REQUESTS
+from kvd.console.tables import (
+    CLIENTS,
+    EVICTED,
+    LEASES,
+    PEERS,
+    POOLS,
+    ROOMS,
+    TIERS,
+    WAITING_REQUESTS,
+)
 from kvd.console.tree import EVICTION, LOCKED, ORPHANS, TREE
 from kvd.console.view import NoWindow
 from kvd.core.inspect.snapshot import totals
@@ -220,7 +229,7 @@ class Feed:
         )
 
 
-HELD = (POOLS, LEASES, ROOMS, PEERS, CLIENTS, WAITING_REQUESTS)
+HELD = (POOLS, LEASES, ROOMS, PEERS, CLIENTS, WAITING_REQUESTS, TIERS, EVICTED)
 CACHED = (TREE, LOCKED, ORPHANS, EVICTION)
 
 # Any, because each view has objects of its own kind.

@@ -5,7 +5,7 @@ Every column is declared in ``kvd.core.inspect.schema``, with the fields of the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from typing_extensions import override
 
@@ -13,6 +13,7 @@ from kvd.console.history import DELIVERED, WINDOW_S
 from kvd.console.view import View
 from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.handoff.parts import SendPart
+from kvd.core.inspect.evicted import eviction_state
 from kvd.core.inspect.rows import (
     ClientRow,
     HandoffRow,
@@ -26,14 +27,18 @@ from kvd.core.inspect.rows import (
     send_row,
     waiting_rows,
 )
-from kvd.core.inspect.schema import CLIENT, LEASE, PEER, POOL, ROOM, WAITING
+from kvd.core.inspect.schema import CLIENT, LEASE, PEER, POOL, ROOM, WAITING, StateField
+from kvd.core.inspect.snapshot import tier_state
+from kvd.core.tiers.promotion import TierWait
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.console.context import Context
+    from kvd.core.inspect.view import NodeView
     from kvd.wire.console import Query
     from kvd.wire.events import HandoffEnded
+    from kvd.wire.snapshot import EvictedPrefix, TierState
 
 MAX_DELIVERED = 200
 """Handoffs of the last minute that went well."""
@@ -149,6 +154,89 @@ def _waiting(context: Context, _: Query) -> Iterator[WaitingRow]:
         if row.lacks_pages:
             row.held_by = context.biggest.of(context.node, context.now_s, row.waiter.budget)
         yield row
+
+
+class EvictedRow(NamedTuple):
+    """A prefix that has left the pool, when, and who asked for it after that."""
+
+    left: EvictedPrefix
+    gone_s: float
+    missed_by: str
+    missed_s: float | None
+
+
+def _evicted(context: Context, _: Query) -> Iterator[EvictedRow]:
+    """The last ones, then those before them that were asked for again."""
+    state, now_s = eviction_state(context.node), context.node.out.at_s
+    missed = {(again.evicted.prefix, again.evicted.ago_s): again for again in state.missed}
+    lefts = [*state.evicted, *[again.evicted for again in state.missed]]
+    for (prefix, ago_s), left in {(left.prefix, left.ago_s): left for left in lefts}.items():
+        again = missed.get((prefix, ago_s))
+        # To a millisecond: a moment is what a row has, and the record tells ages.
+        yield EvictedRow(
+            left,
+            round(now_s - ago_s, 3),
+            again.missed_by if again is not None else "",
+            round(now_s - again.ago_s, 3) if again is not None else None,
+        )
+
+
+EVICTED: View[EvictedRow] = View(
+    "evicted",
+    (
+        StateField("gone", "since", "gone_s"),
+        StateField("pages", "pages", "left.pages"),
+        StateField("wrote", "text", "left.wrote", "who had brought it"),
+        StateField("needed_by", "text", "left.needed_by", "who needed its pages"),
+        StateField("need", "text", "left.need"),
+        StateField("missed_by", "text", "", "who asked for it again, and found it gone"),
+        StateField("missed", "since", "missed_s"),
+        StateField("tier", "text", "left.tier", "where it lies now; empty: nowhere"),
+        StateField("hits", "count", "left.hits"),
+        StateField("unused", "seconds", "left.unused_s", "when it left"),
+        StateField("end_tokens", "tokens", "left.end_tokens"),
+        StateField("namespace", "text", "left.namespace"),
+        StateField("prefix", "text", "left.prefix"),
+    ),
+    objects=_evicted,
+    key=lambda one: f"evicted:{one.left.prefix}:{one.gone_s}",
+)
+
+
+def _tiers(context: Context, _: Query) -> Iterator[TierState]:
+    yield from [tier_state(context.node, tier) for tier in context.node.tiers.each]
+
+
+def _longest_wait(node: NodeView, one: TierState) -> float | None:
+    """Since when the oldest of the requests waits that wait for what is read there."""
+    waiters = node.admission.side_queue.waiters.values()
+    waits = [(waiter.since_s, waiter.tier) for waiter in waiters]
+    found = [
+        at_s for at_s, wait in waits if isinstance(wait, TierWait) and wait.tier.name == one.tier
+    ]
+    return min(found, default=None)
+
+
+TIERS: View[TierState] = View(
+    "tiers",
+    (
+        StateField("tier", "text"),
+        StateField("state", "state"),
+        StateField("why", "text"),
+        StateField("objects", "pages", "", "what lies there"),
+        StateField("capacity_objects", "pages"),
+        StateField("read_tokens", "tokens", lambda node, one: one.read * node.leases.page_size),
+        StateField("read_bytes_per_s", "bytes"),
+        StateField("waits", "count", "", "requests that waited for it"),
+        StateField("hits", "count", "", "those of them that got pages"),
+        StateField("late", "count", "", "those whose time was over before"),
+        StateField("bad", "count", "", "pages that were not there, or did not verify"),
+        StateField("waiting", "count", "", "now"),
+        StateField("waiting_since", "since", _longest_wait, "the first of those"),
+    ),
+    objects=_tiers,
+    key=lambda one: f"tier:{one.tier}",
+)
 
 
 WAITING_REQUESTS: View[WaitingRow] = View(

@@ -29,6 +29,8 @@ class ClientJoined(TimedInput, frozen=True, tag="ClientJoined"):
     pid: int
     keeps_blocks: bool = False
     """As it said to the daemon before this one: KV of it is in its blocks first."""
+    kind: str = ""
+    """What the engine is (``wire.attach.Attach``)."""
 
 
 class ClientHungUp(TimedInput, frozen=True, tag="ClientHungUp"):
@@ -62,6 +64,8 @@ class ClientCameBack(TimedInput, frozen=True, tag="ClientReturned"):
     """No other process of it is awaited; otherwise ``SessionWhole`` says when none is any more."""
     keeps_blocks: bool = False
     """Its KV is in blocks of its own first (``wire.attach.KeepsBlocks``)."""
+    kind: str = ""
+    """What the engine is (``wire.attach.Attach``)."""
 
 
 class Branch(msgspec.Struct, frozen=True):

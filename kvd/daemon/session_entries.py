@@ -140,7 +140,7 @@ class SessionEntries:
         self._notes.session_opened(session.number, said, name, connection.process)
         # Before ``Attached``: where that cannot be sent the session is over at once, and the node
         # must have heard that it began.
-        self._joined(session, connection, name)
+        self._joined(session, connection, name, kind=request.kind)
         self._tell_attached(connection, session)
         self._open_to(connection, session, request.key)
         return None
@@ -221,6 +221,7 @@ class SessionEntries:
         name: str,
         *,
         keeps_blocks: bool = False,
+        kind: str = "",
     ) -> None:
         """A process is of the session; one that opened it gives it its name."""
         self._reactor.feed(
@@ -230,6 +231,7 @@ class SessionEntries:
                 name=name,
                 pid=connection.pid,
                 keeps_blocks=keeps_blocks,
+                kind=kind,
             )
         )
 
@@ -245,6 +247,7 @@ class SessionEntries:
                 leases=request.leases,
                 is_whole=not session.former,
                 keeps_blocks=request.keeps_blocks,
+                kind=request.kind,
             )
         )
         session.is_partly_back = bool(session.former)

@@ -90,7 +90,7 @@ class Engine:
         if order.device is not None:
             torch.nn.Module.to(self._model, _device(order.device))
         if order.endpoint is not None:
-            self._node = connect_sync(order.endpoint, name=self._name)
+            self._node = connect_sync(order.endpoint, name=self._name, kind="kvd demo")
             if order.device is not None:
                 self._own = own_blocks(self._shape, self._node, order.device)
             self._views = PoolViews(self._shape, self._own or self._node.pool("main"))

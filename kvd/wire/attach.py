@@ -55,6 +55,8 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     version: Name = ""
     keeps_blocks: bool = False
     """As ``KeepsBlocks`` says, of a session of before."""
+    kind: Name = ""
+    """What the engine is, as its connector says: ``vllm 0.32.0``; empty: it does not say."""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):

@@ -249,6 +249,8 @@ class ClientState(msgspec.Struct, frozen=True):
     prompts: int = 0
     prompt_bytes: int = 0
     """Prompts that it has told and names by a number; ``prompt_bytes`` are kept of them."""
+    kind: str = ""
+    """What the engine is, as its connector says: ``vllm 0.32.0``; empty: it does not say."""
 
 
 class RecorderState(msgspec.Struct, frozen=True):

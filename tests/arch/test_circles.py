@@ -15,7 +15,7 @@ CIRCLES = {
     "kvd.sim.receiving, kvd.sim.sending, kvd.sim.storage, kvd.sim.transfer_process, "
     "kvd.sim.worker, "
     "kvd.sim.world": "who lives in a world knows it",
-    "tui.actions, tui.app, tui.screens, tui.screens.clients, tui.screens.events, "
+    "tui.actions, tui.app, tui.screens, tui.screens.engines, tui.screens.events, "
     "tui.screens.handoffs, tui.screens.overview, tui.screens.page, tui.screens.peers, "
     "tui.screens.pools, tui.screens.radix, tui.widgets.canvas, tui.widgets.card, "
     "tui.widgets.commandbar, tui.widgets.dialogs, tui.widgets.head, tui.widgets.page_map, "

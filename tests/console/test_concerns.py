@@ -9,6 +9,7 @@ from kvd.console.concerns import Worry, concerns, worry
 from kvd.core import inputs
 from kvd.core.audit.audit import EVERY_S
 from kvd.errors import Code, Refusal
+from kvd.text import amount
 from kvd.wire import admin, client
 from kvd.wire.peer import Closed
 from kvd.wire.snapshot import RecorderState
@@ -324,8 +325,8 @@ def test_bytes_that_stop_are_grave_where_they_are_sent_and_suspected_where_they_
     assert after(p, 0.1) == [("high", "stuck-handoff", "send:1")]
     found = only(p)
     assert found.evidence == (
-        f"room 7 to d: 1 post under way, 0 of {7 * world.p.node.leases.page_bytes} bytes, and "
-        "nothing since: bytes have stopped"
+        f"room 7 to d: 1 post under way, 0 B of {amount(7 * world.p.node.leases.page_bytes)}, "
+        "and nothing since: bytes have stopped"
     )
     assert (found.since_s, found.action) == (100.0, "open peer:d")
     assert kinds(d) == [("low", "stuck-handoff", "receive:1")]

@@ -16,6 +16,7 @@ from tests.console.sentences import sentence_of
 from tests.console.stage import Stage
 from tests.core.engines import PROMPT, Sender, cached
 from tests.core.families import SPECS
+from tests.core.tiered import PAGE, TieredWorld, disk, fill
 from tests.core.world import World, tokens
 
 
@@ -289,6 +290,61 @@ def test_a_request_in_the_queue_says_what_is_missing_and_who_has_it():
     assert cells(second, "kind", "what", "ahead", "why", "held_by") == (
         *("lease", None, 1, "its turn: 1 before it", ()),
     )
+
+
+def test_a_tier_says_what_came_from_it_and_how_long_who_waits_for_it():
+    world = TieredWorld(d_pages=33, tier=disk(objects=200, moving=8))
+    d = world.d
+    stage = Stage(d)
+    cached(d, tokens((1, 8 * PAGE)))
+    fill(world, d)
+    d.hold_storage, at_s = True, world.now_s
+    assert d.call(client.OpenLease, tokens((1, 8 * PAGE)), deadline_s=20.0) is None
+    world.pass_time(0.1)
+    row = stage.row("tiers", "tier:disk")
+    assert cells(row, "state", "waits", "waiting", "waiting_since") == ("serving", 1, 1, at_s)
+    [waits] = stage.rows("waiting").values()
+    assert cells(waits, "lacks", "why") == ("a tier", "8 pages to be read from tier disk")
+    d.hold_storage = False
+    world.run()
+    row = stage.row("tiers", "tier:disk")
+    assert cells(row, "read_tokens", "hits", "waiting", "waiting_since") == (8 * PAGE, 1, 0, None)
+
+
+def test_an_eviction_says_whose_it_was_for_whom_it_went_and_whom_that_hurt():
+    world = World(d_pages=17)
+    d = world.d
+    assert d.attach("other") == 2
+    cached(d, tokens((1000, 8 * PAGE)))
+    world.pass_time(1.0)
+    again = d.lease(tokens((5000, 16 * PAGE)), session=2)
+    d.call(client.ReleaseLease, lease=again.lease, session=2)
+    world.pass_time(1.0)
+    d.lease(tokens((1000, 8 * PAGE)))
+    world.pass_time(1.0)
+    [row] = Stage(d).rows("evicted").values()
+    assert cells(row, "pages", "wrote", "needed_by", "missed_by") == (
+        8,
+        "engine",
+        "other",
+        "engine",
+    )
+    assert cells(row, "gone", "missed") == (101.0, 102.0)
+
+
+def test_a_pull_is_a_handoff_of_both_its_ends():
+    world = World()
+    cached(world.p, PROMPT)
+    world.hold_posts = True
+    world.d.call(client.ReceiveRequest, PROMPT, room=0, source=("p",))
+    p, d = Stage(world.p), Stage(world.d)
+    assert cells(d.row("rooms", "receive:1"), "state", "peer") == ("receiving", "peer:p")
+    assert cells(p.row("rooms", "send:1"), "state", "peer") == ("flushing", "peer:d")
+    d.window("concerns")
+    world.pass_time(2.1)
+    [late] = [row for row in d.rows("concerns").values() if row["kind"] == "stuck-handoff"]
+    assert "0 B of " in late["evidence"]
+    assert "its source does not go on" in late["evidence"]
 
 
 def test_a_pool_says_how_its_pages_are_and_who_has_most():

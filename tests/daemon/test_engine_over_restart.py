@@ -67,7 +67,11 @@ def all_proven(daemon: Daemon, memory: Path, pages: int) -> None:
 async def test_an_engine_goes_on_over_a_killed_daemon_with_its_cache_and_its_lease(kept, memory):
     """No code of the engine: the same node, the same mapping, the same hit rate."""
     prompt, running = tokens_of(20 * PAGE, seed=1), tokens_of(4 * PAGE, seed=2)
-    async with kvd.client.connect(kept.client, name="decode-0", return_within_s=30) as node:
+    connecting = kvd.client.connect(
+        kept.client, name="decode-0", kind="decodes 1.2", return_within_s=30
+    )
+    async with connecting as node:
+        assert kept.snapshot().clients[0].kind == "decodes 1.2"
         lease = await node.lease(prompt)
         write(node, lease, prompt)
         pages, written = lease.pages.copy(), digest(node, lease.pages)
@@ -96,6 +100,7 @@ async def test_an_engine_goes_on_over_a_killed_daemon_with_its_cache_and_its_lea
 
         (state,) = kept.snapshot().pools
         assert state.held_pages == 4
+        assert kept.snapshot().clients[0].kind == "decodes 1.2"
     kept.wait_for(lambda: not kept.snapshot().clients, "still has its session", 5.0)
 
 

@@ -282,6 +282,7 @@ async def test_shift_and_a_letter_sorts_by_the_columns_that_begin_with_it():
         assert app.page.table().sort == "pages"
         await press(app, pilot, "Z")
         assert app.page.table().sort == "pages"
+        assert [note.message for note in app._notifications] == ["no column here begins with z"]
 
 
 async def test_a_frozen_console_does_not_ask_what_is_now():
@@ -341,11 +342,11 @@ async def test_y_copies_the_command_that_says_why_of_what_is_under_the_cursor():
         assert app.clipboard == "kvd why client 1"
 
 
-async def test_capital_t_is_the_next_theme_and_colours_follow():
+async def test_ctrl_t_is_the_next_theme_and_colours_follow():
     async with shown() as (app, _, pilot):
         strip = app.page.table().render_line(1)
         before = next(segment.style.color for segment in strip if segment.text.strip())
-        await press(app, pilot, "T")
+        await press(app, pilot, "ctrl+t")
         assert app.theme == "textual-light"
         strip = app.page.table().render_line(1)
         after = next(segment.style.color for segment in strip if segment.text.strip())
@@ -394,10 +395,10 @@ DONE = Report(0, {"evicted_pages": 41}, ())
 @pytest.mark.parametrize(
     ("page", "keys", "verb"),
     [
-        ("pools", ("F",), Flush(0)),
-        ("pools", ("E", *"100", "enter"), Evict(0, 100)),
-        ("radix", ("E", *"5", "enter"), Evict(0, 5)),
-        ("peers", ("X",), Fence(0)),
+        ("pools", ("ctrl+f",), Flush(0)),
+        ("pools", ("ctrl+e", *"100", "enter"), Evict(0, 100)),
+        ("radix", ("ctrl+e", *"5", "enter"), Evict(0, 5)),
+        ("peers", ("ctrl+x",), Fence(0)),
         ("engines", (":", *"flush strict", "enter"), Flush(0, "strict")),
         ("engines", (":", *"epoch llama", "enter"), RaiseEpoch(0, "llama")),
     ],
@@ -424,7 +425,7 @@ async def test_what_changes_something_is_rehearsed_and_done_only_when_agreed_to(
 async def test_what_is_not_agreed_to_is_not_done(key):
     async with shown(page="pools") as (app, feed, pilot):
         feed.replies[Rehearse] = WOULD
-        await press(app, pilot, "F")
+        await press(app, pilot, "ctrl+f")
         await press(app, pilot, key)
         assert feed.requests == [Rehearse(0, Flush(0))]
         assert "flush: not done" in text_of(app)
@@ -434,7 +435,7 @@ async def test_what_the_daemon_cannot_rehearse_is_not_done():
     async with shown(page="pools") as (app, feed, pilot):
         why = Refusal(Code.NOT_SUPPORTED, "this daemon is older")
         feed.replies[Rehearse] = AdminFailed(0, why)
-        await press(app, pilot, "F")
+        await press(app, pilot, "ctrl+f")
         await press(app, pilot, "y")
         assert "this daemon is older" in text_of(app)
         await press(app, pilot, "escape")
@@ -451,12 +452,12 @@ async def test_capital_a_names_the_room_of_the_row():
             for key, one in data.rows.items()
         }
         table.data = msgspec.structs.replace(data, columns=columns, rows=rows)
-        await press(app, pilot, "A")
+        await press(app, pilot, "ctrl+k")
         assert lines_of(app)[-2].startswith(":abort room 12")
         assert not feed.requests
 
 
-@pytest.mark.parametrize("keys", [("F",), (":", *"flush", "enter")])
+@pytest.mark.parametrize("keys", [("ctrl+f",), (":", *"flush", "enter")])
 async def test_readonly_changes_nothing(keys):
     async with shown(page="pools", readonly=True) as (app, feed, pilot):
         await press(app, pilot, *keys)

@@ -37,16 +37,16 @@ def test_a_report_has_its_figures_in_words_and_says_what_they_mean():
 
 async def test_what_was_said_in_passing_never_lies_over_a_question():
     async with staged("pools") as stage:
-        await stage.press("F", "escape")
+        await stage.press("ctrl+f", "escape")
         assert "flush: not done" in text_of(stage.app)
-        await stage.press("F")
+        await stage.press("ctrl+f")
         assert "flush: not done" not in text_of(stage.app)
         assert "y  do it" in text_of(stage.app)
 
 
 async def test_what_was_said_in_passing_never_lies_over_the_bar():
     async with staged("pools") as stage:
-        await stage.press("F", "escape")
+        await stage.press("ctrl+f", "escape")
         await stage.press(":")
         assert "flush: not done" not in text_of(stage.app)
 

@@ -1,4 +1,4 @@
-"""Every word can be read in every theme, as it is painted, under the cursor too: 4.5 to 1."""
+"""One panel is lit, and every word can be read in every theme, under the cursor too: 4.5 to 1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from tui.themes import LEAST_CONTRAST, THEMES, contrast
 
 PAINTED = tuple(theme for theme in THEMES if not theme.startswith("ansi"))
 """Of the others the terminal has the colours."""
-OVER = {"dialog": ("2", "F"), "bar": ("2", ":", "s"), "menu": ("2", "enter", "r"), "keys": ("?",)}
+OVER = {
+    "nothing": ("2", "enter", "r"),
+    "dialog": ("2", "ctrl+f"),
+    "bar": ("2", ":", "s"),
+    "menu": ("2", "e", "enter", "r"),
+    "keys": ("?",),
+}
 """What lies over a page, by the keys that lead to it."""
 
 
@@ -46,6 +52,8 @@ async def test_every_word_of_every_page_stands_out(theme):
             for keys in ((), ("down",), ("tab",)):
                 await stage.press(*keys)
                 assert unread(stage.app) == [], (theme, page, keys)
+                rules = [line for line in stage.text.splitlines() if line.startswith("━")]
+                assert len(rules) == 1, (page, keys, rules)  # what keys are about
 
 
 @pytest.mark.parametrize("theme", PAINTED)

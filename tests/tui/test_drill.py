@@ -118,7 +118,7 @@ async def test_pages_that_a_remote_may_write_for_a_killed_engine_are_quarantined
             await person.reads("writer on engines", r"quarantine", r"\bp\b", within_s=RELEASED_S)
             await person.turns("overview")
             await person.reads("quarantine among the findings", r"quarantine: .* lease \d+")
-            await person.reads("its evidence", r"p .*may still write", r"x (fence|open)")
+            await person.reads("its evidence", r"p .*may still write", r"x: (fence|open)")
             await person.types("fence")
             await person.reads(
                 "fence rehearsed", r"What would come of it now", r"\d+ +quarantined pages"
@@ -176,7 +176,7 @@ async def test_handoff_whose_prefill_engine_stops_is_explained_and_ended_from_he
         await person.reads("proposed", r":open receive:\d+")
         await person.presses("enter")
         await person.reads("opened", r">4 handoffs<", r"receiving")
-        await person.presses("A", "enter")
+        await person.presses("ctrl+k", "enter")
         await person.reads("rehearsed", r"What would come of it now", r"y  do it")
         await person.presses("y")
         await person.reads("done", r"\b1 +receive\b")
@@ -212,7 +212,7 @@ async def test_silent_peer_is_named_as_what_a_handoff_waits_for(pair, start, tol
             await person.reads("on peers", r"\bp\b.*lost")
             await person.turns("overview")
             await person.reads("lost among the findings", r"peer-lost: p is lost", r"quarantine: ")
-            await person.reads("quarantine", r"p .*may still write", r"x (fence|open)")
+            await person.reads("quarantine", r"p .*may still write", r"x: (fence|open)")
     wait_linked(pair)
 
 
@@ -230,7 +230,7 @@ async def test_full_pool_says_who_has_the_most_of_it_and_since_when(pair, start,
             r"pool-short: kv can give 0 of 512 pages, 1 request waits and 2 behind",
             r"lease of patient needs \d+",
             r"greedy\s+\d+: 512 pages by 1 lease",
-            r"x open lease:\d+",
+            r"x: open lease:\d+",
         )
         await person.presses("x", "enter")
         await person.reads("holder", r"lease:\d+", r"greedy")

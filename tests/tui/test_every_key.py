@@ -23,7 +23,7 @@ SITUATION = {"overview": "dead-client", "pools": "mixture"}
 """Where there is something to be seen; else a node at work."""
 BEFORE = {
     "light": ("end", "enter"),
-    "next_lit": ("end", "enter", "L"),
+    "next_lit": ("end", "enter", "o"),
     "zoom(2.0)": ("-",),
     "zoom(0.5)": ("+", "+"),
     "move(-1)": ("end",),

@@ -37,7 +37,7 @@ async def test_abort_is_about_what_is_open_wherever_the_cursor_is():
         assert stage.app.card.ref == "receive:9"
         stage.app.page.table().move(1)
         await stage.frame()
-        await stage.press("A")
+        await stage.press("ctrl+k")
         assert ":abort room 9\n" in text_of(stage.app)
 
 
@@ -45,7 +45,7 @@ async def test_abort_names_no_room_when_what_is_open_has_none_any_more():
     async with staged("handoffs") as stage:
         await stage.app.open("receive:9999")
         await stage.frame()
-        await stage.press("A")
+        await stage.press("ctrl+k")
         assert ":abort room\n" in text_of(stage.app)
 
 

@@ -69,23 +69,13 @@ async def test_keys_that_mean_nothing_are_not_among_those_here():
     assert not {"s", "l"} & set(shown)
 
 
+@pytest.mark.parametrize("page", ALL)
+def test_shift_and_a_letter_has_no_other_use_than_to_sort_but_for_the_last_row(page):
+    bound = {*bindings_of(ALL[page]), *bindings_of(KvdTui)}
+    assert {key for key in bound if len(key) == 1 and key.isupper()} == {"G"}
+
+
 def test_the_keys_that_the_documentation_names_are_there():
-    named = {
-        "slash",
-        "colon",
-        "s",
-        "w",
-        "z",
-        "y",
-        "g",
-        "G",
-        "r",
-        "i",
-        "c",
-        "t",
-        "T",
-        "q",
-        "space",
-        "question_mark",
-    }
-    assert named <= {*bindings_of(Page), *bindings_of(KvdTui)}
+    named = {"slash", "colon", "space", "question_mark", *"swzygGrictqe"}
+    bound = {key for owner in (KvdTui, *ALL.values()) for key in bindings_of(owner)}
+    assert named | {f"ctrl+{letter}" for letter in "kefxt"} <= bound

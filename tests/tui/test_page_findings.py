@@ -33,9 +33,9 @@ async def test_a_finding_has_its_letter_its_sentence_and_what_to_do():
     async with staged("overview", "leak") as stage:
         cards = of(stage, ProblemCards)
         assert cards[1].startswith("▸ ! HIGH   violation: I1: 3 pages, the first is 618, are now")
-        assert cards[2].strip() == "x audit   ⏎ pool:kv"
+        assert cards[2].strip() == "press x: audit   Enter: pool:kv"
         assert cards[3].startswith("  ▲ MEDIUM stuck-handoff: room ")
-        assert re.search(r"^ +x open receive:\d+", "\n".join(cards), re.M)
+        assert re.search(r"^ +press x: open receive:\d+", "\n".join(cards), re.M)
 
 
 async def test_books_that_do_not_balance_say_by_how_much():

@@ -151,7 +151,7 @@ async def test_a_frozen_page_asks_nobody_and_shows_what_was():
 
 async def test_capital_a_shows_what_would_happen_and_aborts_the_room_when_agreed():
     async with staged("handoffs") as stage:
-        await stage.press("down", "A")
+        await stage.press("down", "ctrl+k")
         assert ":abort room 9" in stage.text
         await stage.press("enter")
         assert any(isinstance(one, Rehearse) for one in stage.asked)
@@ -163,7 +163,7 @@ async def test_capital_a_shows_what_would_happen_and_aborts_the_room_when_agreed
 
 async def test_capital_x_shows_what_a_fence_would_do_and_escape_does_not():
     async with staged("handoffs") as stage:
-        await stage.press("X")
+        await stage.press("ctrl+x")
         assert Rehearse(0, Fence(0)) in stage.asked
         await stage.press("escape")
         assert not any(isinstance(one, Fence) for one in stage.asked)

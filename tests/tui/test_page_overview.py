@@ -7,14 +7,17 @@ import re
 import msgspec
 import pytest
 
+from kvd.console.server import VIEWS
 from kvd.wire.admin import AbortRoom, Audit, Because
-from kvd.wire.console import Sources
+from kvd.wire.console import Sources, TableRow
 from tests.tui.feed import vitals
 from tests.tui.golden import same_picture, same_text
 from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
 from tests.tui.town import land
 from tui.model.rates import NodeRates
-from tui.screens.overview import Charts, Figures, SourceBar
+from tui.model.snapshots import DaemonSnapshot
+from tui.model.tables import TableData
+from tui.screens.overview import TIERS, Charts, Figures, SourceBar
 from tui.widgets.pools import PoolTable
 
 
@@ -43,7 +46,7 @@ async def test_a_small_terminal_has_figures_and_no_charts():
     async with staged("overview", size=SMALL) as stage:
         text = " ".join(of(stage, Figures))
         for one in ("in 0B/s", "out 0B/s", "handoffs 0.0/s", "in flight 4", "waiting 0",
-                    "failed 1 in 1m", "engines 3", "leases 15", "peers 2/2", "evicted 0.0/s",
+                    "failed 1 in 1m", "leases 15", "evicted 0.0/s",
                     "consoles 0.0% of a core"):  # fmt: skip
             assert one in text
         assert "⠀" not in stage.text
@@ -75,7 +78,8 @@ async def test_problems_and_failures_come_before_everything_else_at_every_size(s
     async with staged("overview", "normal", size, make_trouble) as stage:
         lines = stage.text.splitlines()
         said = [at for at, line in enumerate(lines) if re.match("[▸ ] . (HIGH|MEDIUM|LOW) ", line)]
-        failed = [at for at, line in enumerate(lines) if re.match(r"  \d\d:\d\d:\d\d .*room", line)]
+        failure = re.compile(r"[· ] \d\d:\d\d:\d\d .*room")
+        failed = [at for at, line in enumerate(lines) if failure.match(line)]
         others = [at for at, line in enumerate(lines) if "kv: " in line or "component" in line]
         total = stage.app.page.problems.data.total
         assert total >= 7
@@ -91,8 +95,8 @@ async def test_a_problem_that_fits_is_never_cut_and_says_what_to_do_with_which_k
         for row in stage.app.page.problems.data.listed():
             evidence = row.cells[stage.app.page.problems.data.index("evidence")]
             assert all(word in text for word in evidence.split())
-        assert "x open lease:" in text
-        assert "x kill 4121" in text
+        assert "press x: open lease:" in text
+        assert "press x to copy: kill 4121" in text
         assert "…" not in "".join(of(stage, type(stage.app.page.problems)))
 
 
@@ -131,24 +135,41 @@ async def test_evictions_have_their_rate():
         assert float(line.split()[5]) > 0
 
 
+def picture(at_s, sources, tables=None):
+    return DaemonSnapshot(0.0, vitals(at_s, sources=sources), tables or {}, {}, {})
+
+
 def test_sources_are_of_the_last_minute_else_of_all_that_was():
     rates, panel = NodeRates(), SourceBar()
     before = Sources(1000, 0, 0, 0, 0, 0, 0)
     rates.take(vitals(100.0, sources=before))
     rates.take(vitals(110.0, sources=before))
-    panel.make(vitals(110.0, sources=before), rates, None, 90)
+    panel.make(picture(110.0, before), rates, None, 90)
     text = ["".join(span.text for span in line) for line in panel._made]
     assert text[0].startswith("─ where tokens came from since it began, none in the last 10s ─")
     after = msgspec.structs.replace(before, cached=1300, received=100, new=70, evicted=30)
     rates.take(vitals(120.0, sources=after))
-    count = panel.make(vitals(120.0, sources=after), rates, None, 90)
+    count = panel.make(picture(120.0, after), rates, None, 90)
     text = ["".join(span.text for span in line).rstrip() for line in panel._made]
     assert len(text) == count
     assert text[0].startswith("─ where tokens came from last 20s ─")
     assert text[2] == "  c cached 300 60%  p from a peer 100 20%  s saved 0 0%  x computed 100 20%"
     assert text[4].startswith("  n never seen 70 70%  e evicted 30 30%  l lost on its way 0 0%")
-    panel.make(vitals(110.0, sources=before), rates, 110.0, 90)
+    panel.make(picture(110.0, before), rates, 110.0, 90)
     assert "since it began" in "".join(span.text for span in panel._made[0])
+
+
+def test_each_tier_says_what_came_from_it_and_who_waits():
+    columns, panel = VIEWS["tiers"].columns, SourceBar()
+    told = {"tier": "disk", "state": "serving", "read_tokens": 4000, "hits": 2, "waits": 3}
+    told |= {"waiting": 1, "waiting_since": 108.0, "objects": 7, "capacity_objects": 20}
+    row = TableRow("tier:disk", tuple(told.get(column.name) for column in columns))
+    data = TableData(TIERS, columns, (row.key,), {row.key: row}, 1, 1, 110.0, 1)
+    panel.make(picture(110.0, Sources(1), {TIERS: data}), NodeRates(), None, 120)
+    assert "".join(span.text for span in panel._made[-1]).rstrip() == (
+        "  tier disk serving, 1 wait, for 2.0s  4000 tokens read, 0 in 1m  "
+        "2 of 3 waits got pages  7 of 20 pages there"
+    )
 
 
 async def test_the_gravest_finding_is_on_top_and_enter_opens_what_it_is_about():

@@ -83,7 +83,7 @@ async def test_the_holder_of_a_page_is_lit_and_its_pages_are_gone_through():
         await stage.press("end", "enter")
         assert stage.app.card.ref == "page:1023"
         holder = next(ref for ref in stage.app.card.links if ref.startswith(("lease:", "node:")))
-        await stage.press("L")
+        await stage.press("o")
         assert stage.app.page.map.mark == holder
         await stage.press("n")
         same(stage, "pools-lit")
@@ -106,18 +106,18 @@ async def test_a_flush_is_rehearsed_and_then_done():
     async with at("radix", size=MIDDLE) as stage:
         pool = stage.link.side.node.leases.pool
         free = pool.free_pages
-        await stage.press("F")
+        await stage.press("ctrl+f")
         assert "What would come of it now:" in text_of(stage.app)
         await stage.press("n")
         assert pool.free_pages == free
-        await stage.press("F", "y", "escape")
+        await stage.press("ctrl+f", "y", "escape")
         assert pool.free_pages > free
 
 
 async def test_evicted_pages_leave_the_map():
     async with at("pools", size=MIDDLE) as stage:
         free = stage.link.side.node.leases.pool.free_pages
-        await stage.press("E", *"16", "enter", "y", "escape")
+        await stage.press("ctrl+e", *"16", "enter", "y", "escape")
         await stage.pass_time(1.0)
         freed = stage.link.side.node.leases.pool.free_pages
         assert freed >= free + 16

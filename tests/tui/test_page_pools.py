@@ -12,7 +12,7 @@ from tui.draw.page_map import Grid
 from tui.widgets.page_map import LENSES
 
 NARROW, WIDE, HUGE = (80, 24), (132, 40), (200, 60)
-CAPTION = "─ kv  lens "
+CAPTION = "━ kv  lens "
 
 
 async def bring(app, feed, pilot, *names):
@@ -118,7 +118,7 @@ async def test_a_small_component_has_no_more_lines_than_it_fills():
         assert map_of(app).grid == Grid(132, 4)
         assert map_of(app).asks()[0].cells == 1000
         assert line_with(app, "▶ swa")
-        assert line_with(app, "─ swa  lens owner  1 cell = 1 page  1 000 pages x 64.0Ki")
+        assert line_with(app, "━ swa  lens owner  1 cell = 1 page  1 000 pages x 64.0Ki")
         await bring(app, feed, pilot, "m")
         assert map_of(app).component == ""
 
@@ -246,7 +246,7 @@ async def test_the_holders_of_a_page_are_lit_one_after_the_other():
         await bring(app, feed, pilot, "enter")
         marks = []
         for _ in range(3):
-            await bring(app, feed, pilot, "L")
+            await bring(app, feed, pilot, "o")
             marks.append(map_of(app).mark)
         assert marks == ["lease:7", "node:3", ""]
 
@@ -278,7 +278,7 @@ async def test_the_map_says_how_old_it_is_how_free_pages_lie_and_whose_the_other
     app, feed = memory("pools")
     async with app.run_test(size=NARROW) as pilot:
         await bring(app, feed, pilot)
-        assert line_with(app, CAPTION).endswith("seen 0.4s ago in 12ms ─")
+        assert line_with(app, CAPTION).endswith("seen 0.4s ago in 12ms ━")
         assert line_with(app, "free runs: median 212, largest 18 032 pages")
         assert line_with(app, "c cache    ").endswith("60%     300 000")
         assert line_with(app, "? nobody    ").endswith("<1%          10")
@@ -298,7 +298,7 @@ async def test_hostile_names_reach_the_screen_as_text_only():
     async with app.run_test(size=WIDE) as pilot:
         await bring(app, feed, pilot)
         text = "\n".join(lines_of(app))
-        assert f"─ {SHOWN}  lens owner" in text
+        assert f"━ {SHOWN}  lens owner" in text
         assert text.count(SHOWN) == 4
         assert "\x1b" not in text
         assert "\u202e" not in text

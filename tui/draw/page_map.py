@@ -14,7 +14,19 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvd.text import clean, thousands
-from tui.draw.spans import HUES, RAMPS, Line, Style, Styled, columns, fit, line, merged, wrapped
+from tui.draw.spans import (
+    HUES,
+    RAMPS,
+    STYLES,
+    Line,
+    Style,
+    Styled,
+    columns,
+    fit,
+    line,
+    merged,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,20 +51,8 @@ NOWHERE = 255
 
 _LIT_UP, _LIT_DOWN, _AT_UP, _AT_DOWN = 1, 2, 4, 8
 
-STATES: dict[str, Style] = {
-    "free": "free",
-    "unseen": "unseen",
-    "cached": "cached",
-    "held": "held",
-    "sending": "sending",
-    "arriving": "arriving",
-    "locked": "locked",
-    "saved": "saved",
-    "lingering": "held",
-    "quarantined": "quarantined",
-    "nobody": "nobody",
-}
-"""Levels of the lens ``state``."""
+STATES: dict[str, Style] = {"lingering": "held"}
+"""Levels of the lens ``state`` that are no style themselves."""
 
 KNOWN: dict[str, Style] = {"cache": "cached", "others": "dim", "held": "held"}
 """Levels that other lenses have before those of their own."""
@@ -207,7 +207,8 @@ def told(shown: PageMap, cell: int) -> Line:
 def styles(shown: PageMap) -> tuple[Style, ...]:
     """The style of each level: free first, nobody last, and the others as the lens has them."""
     if shown.lens == "state":
-        return tuple(STATES.get(level.name, "dim") for level in shown.levels)
+        names = [STATES.get(level.name, level.name) for level in shown.levels]
+        return tuple([name if name in STYLES else "dim" for name in names])
     made: dict[int, Style] = {}
     last = len(shown.levels) - 1
     for at, level in enumerate(shown.levels):

@@ -19,17 +19,12 @@ if TYPE_CHECKING:
     from kvd.wire.admin import Mark
 
 STYLES: dict[str, Style] = {
-    "queued": "locked",
-    "offered": "locked",
-    "await-engine": "locked",
-    "await-offer": "locked",
+    **dict.fromkeys(("queued", "offered", "await-engine", "await-offer"), "locked"),
+    **dict.fromkeys(("streaming", "flushing"), "sending"),
+    **dict.fromkeys(("ready", "settled"), "ok"),
     "receiving": "arriving",
-    "streaming": "sending",
-    "flushing": "sending",
     "verifying": "cached",
     "draining": "quarantined",
-    "ready": "ok",
-    "settled": "ok",
 }
 """Of a phase by its state; any other is dim."""
 

@@ -181,12 +181,11 @@ def spread(at_left: Line, at_right: Line, width: int, fill: Styled | None = None
     return merged((*at_left, Styled(" "), ruler, Styled(" "), *at_right))
 
 
-def ruled(at_left: Line, at_right: Line, width: int) -> Line:
-    """A rule over something, with words at either end of it."""
-    rule = Styled("─", "border")
-    return spread(
-        (Styled("─ ", "border"), *at_left), (*at_right, Styled(" ─", "border")), width, rule
-    )
+def ruled(at_left: Line, at_right: Line, width: int, *, is_lit: bool = False) -> Line:
+    """A rule over something, with words at either end of it; ``is_lit``: keys are about this."""
+    rule = Styled("━", "key") if is_lit else Styled("─", "border")
+    first, last = rule._replace(text=f"{rule.text} "), rule._replace(text=f" {rule.text}")
+    return spread((first, *at_left), (*at_right, last), width, rule)
 
 
 def headed(title: Line, width: int) -> Line:

@@ -50,8 +50,6 @@ DELIVERED = frozenset({"delivered", "committed"})
 
 KINDS: tuple[str, ...] = tuple(sorted(str(kind.__struct_config__.tag) for kind in get_args(Event)))
 """Every kind there is."""
-NOTABLE: tuple[str, ...] = tuple(kind for kind in KINDS if kind not in ROUTINE)
-"""Without what every request does: few enough to be seen in passing."""
 
 _WORDS: dict[str, tuple[str, ...]] = {
     "client-attached": ("client {session} {name}, pid {pid}",),

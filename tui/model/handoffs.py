@@ -48,21 +48,10 @@ STANDS_FOR = {"progress": "done_bytes", "done": "total_bytes", "rate": "done_byt
 """By what the daemon sorts where it does not know the column."""
 
 LETTERS = {
-    "queued": "Q",
-    "offered": "O",
-    "receiving": "R",
-    "verifying": "V",
-    "ready": "Y",
-    "draining": "D",
-    "await-engine": "E",
-    "await-offer": "A",
-    "streaming": "S",
-    "flushing": "F",
-    "settled": "T",
-    "delivered": "+",
-    "failed": "!",
-    "kept": "K",
-}
+    "queued": "Q", "offered": "O", "receiving": "R", "verifying": "V", "ready": "Y",
+    "draining": "D", "await-engine": "E", "await-offer": "A", "streaming": "S", "flushing": "F",
+    "settled": "T", "delivered": "+", "failed": "!", "kept": "K",
+}  # fmt: skip
 """Of a state; any other has a question mark."""
 ENDED = {"delivered", "failed"}
 ARROWS = {"decode": "←", "prefill": "→"}

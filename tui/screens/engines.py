@@ -12,7 +12,6 @@ from kvd.wire.console import Column, Filter
 from tui.model import cells
 from tui.model.columns import ComputedColumns
 from tui.model.rates import RowRates
-from tui.screens.handoffs import show_handoffs
 from tui.screens.page import Page
 from tui.widgets.pools import POOLS_QUERY, PoolTable
 from tui.widgets.table import ColumnRules, WindowedTable
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
 
 COLUMNS = (Column("calls_s", "count", "requests of the last seconds, per second"),)
 """What is made here; the rest is the daemon's."""
-FIRST = ("name", "state", "pids", "held", "locked", "leases", "oldest", "calls_s")
+FIRST = ("name", "kind", "state", "pids", "held", "locked", "leases", "oldest", "calls_s")
 MATTERS = (
-    *("name", "state", "pids", "held", "leases", "oldest", "calls_s", "locked", "receives"),
-    *("sends", "since", "calls"),
+    *("name", "state", "pids", "held", "leases", "oldest", "calls_s", "kind", "locked"),
+    *("receives", "sends", "since", "calls"),
 )
 STANDS_FOR = {"calls_s": "calls"}
 RATE_OVER_S = 2.0
@@ -48,19 +47,21 @@ LEASE_COLUMNS = (
 LEASES_HIDDEN = ("owner", "client", "pid")
 
 LETTERS = {"alive": "+", "gone": "!", "partly gone": "~", "awaited": "?", "hung up on": "x"}
-STATES: dict[str, Style] = {
-    "alive": "ok",
-    "gone": "bad",
-    "partly gone": "warn",
-    "awaited": "warn",
-    "hung up on": "warn",
-}
+STATES: dict[str, Style] = {"alive": "ok", "gone": "bad"}
 
 
 def state(row: NamedRow) -> tuple[str, Style]:
     """A letter, the word, and its style."""
     word = row.text("state")
     return f"{LETTERS.get(word, '?')} {clean(word)}", STATES.get(word, "warn")
+
+
+def lease_state(row: NamedRow) -> tuple[str, Style]:
+    """An arena is held too, but its engine places what is in it."""
+    word = row.text("state")
+    is_arena = row.text("reason") == "arena" and word == "held"
+    text, style = cells.show("arena" if is_arena else word, "state", row.at_s, 20)
+    return text, style
 
 
 def calls(row: NamedRow) -> tuple[str, Style]:
@@ -83,7 +84,7 @@ class EnginesPage(Page):
     REFS = ("client", "lease")
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("e", "app.go('pools')", "map", tooltip="the map of the pages again"),
-        Binding("h", "handoffs", "handoffs"),
+        Binding("h", "handoffs('client')", "handoffs"),
     ]
 
     DEFAULT_CSS = """
@@ -109,7 +110,11 @@ class EnginesPage(Page):
             stands_for=STANDS_FOR,
             rates=(self._rates,),
         )
-        yield WindowedTable("leases", rules=ColumnRules(LEASE_COLUMNS, LEASES_HIDDEN))
+        yield WindowedTable(
+            "leases",
+            painters={"state": lease_state},
+            rules=ColumnRules(LEASE_COLUMNS, LEASES_HIDDEN),
+        )
 
     @property
     def clients(self) -> WindowedTable:
@@ -155,10 +160,6 @@ class EnginesPage(Page):
         row = self.clients.named_row()
         name = row.text("name") if row is not None else ""
         return f"{name} ({self._owner})" if name else self._owner
-
-    async def action_handoffs(self) -> None:
-        """Go to the handoffs of the one under the cursor."""
-        await show_handoffs(self, "client", self.clients.chosen())
 
     @override
     def table_of(self, kind: str) -> WindowedTable:

@@ -303,7 +303,7 @@ class EventLogView(Canvas):
             Styled(f"{counted(len(self._entries), 'line')} · "),
             Styled(state, "ok" if self.is_following else "warn"),
         )
-        return spans.ruled(at_left, tail, width)
+        return spans.ruled(at_left, tail, width, is_lit=self.has_keys)
 
     def _line(self, entry: Entry, width: int, *, is_chosen: bool) -> Line:
         told = self._told(entry)

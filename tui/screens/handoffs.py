@@ -175,17 +175,6 @@ class HandoffsPage(Page):
         return console(self).mirror.history.newest.now_s
 
 
-async def show_handoffs(page: Page, column: str, ref: str) -> None:
-    """Go from ``page`` to the handoffs that have this in that column."""
-    if not ref:
-        return
-    app = console(page)
-    await app.action_go(HandoffsPage.NAME)
-    table = app.page.table()
-    if table is not None:
-        table.set_filters(f'{column}="{ref}"', (Filter(column, "is", ref),))
-
-
 AGO_COLUMNS = 9
 BAR_FROM_COLUMNS = 100
 """Where there is room for a second bar; the table has one already."""
@@ -206,10 +195,10 @@ def story_lines(
 
 def _head(row: NamedRow, width: int) -> Line:
     state, style = handoffs.state(row)
-    room = row.number("room")
+    room = row.cell("room")
     at_left = (
         cleaned(row.row.key, "head"),
-        Styled("" if room is None else f"  room {room:.0f}  "),
+        Styled("" if room is None else f"  room {room}  "),
         Styled(handoffs.peer(row)[0]),
         Styled("  "),
         Styled(state, style),

@@ -9,12 +9,14 @@ from textual.binding import Binding
 from textual.containers import Container
 from typing_extensions import override
 
-from kvd.text import age, bytes_per_second, compact, duration, thousands
+from kvd.text import age, bytes_per_second, compact, duration, lasting, thousands
 from kvd.wire.console import Filter, Query, Sources
 from tui import actions
 from tui.draw import bars, chart, spans
 from tui.draw.spans import Line, Styled, cleaned
+from tui.model import cells
 from tui.model.columns import named_row_of
+from tui.model.rates import RowRates
 from tui.screens.page import PROPOSE, Page
 from tui.widgets.canvas import Canvas, console, wrap_words
 from tui.widgets.pools import POOLS_QUERY, PoolTable
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from textual.widget import Widget
 
     from kvd.wire.console import Vitals
+    from tui.app import KvdTui
     from tui.draw.spans import Style
     from tui.model.columns import NamedRow
     from tui.model.rates import NodeRates
@@ -101,7 +104,7 @@ class OverviewPage(Page):
     @override
     def queries(self) -> tuple[Slot, ...]:
         asks = [self.problems.asks(), self.query_one(FailedHandoffs).asks(), self.waiting.asks()]
-        return (POOLS_QUERY, *asks, AUDIT)
+        return (POOLS_QUERY, *asks, AUDIT, TIERS)
 
     # ---- showing ----------------------------------------------------------------------------
 
@@ -125,7 +128,7 @@ class OverviewPage(Page):
         sources, ledger = self.query_one(SourceBar), self.query_one(Ledger)
         panel = width * 11 // 20 if is_wide else width
         flow = figures.show(vitals, rates, end_s, app.compared(snapshot))
-        pool_lines = len(pools.make_lines(panel, 0))
+        pool_lines = pools.needed_lines
 
         failed = self.query_one(FailedHandoffs)
         most = 2 if is_small else 3 if height < CHARTS_FROM_LINES else 8
@@ -140,7 +143,7 @@ class OverviewPage(Page):
             self.activate(self.problems)
 
         has_charts = is_wide and height >= CHARTS_FROM_LINES
-        source_lines = sources.make(vitals, rates, end_s, panel)
+        source_lines = sources.make(snapshot, rates, end_s, panel)
         left = pool_lines + (source_lines if room >= pool_lines + source_lines else 0)
         charts = self.query_one(Charts)
         charts.display = has_charts
@@ -272,18 +275,12 @@ def _flow(vitals: Vitals, rates: NodeRates, end_s: float | None, width: int) -> 
     timed = lately.ended > lately.failed
     made += [
         _figure("handoffs", f"{ended:.1f}/s"),
-        _figure("p50", _lasting(lately.p50_s) if timed else "-"),
-        _figure("p99", _lasting(lately.p99_s) if timed else "-"),
+        _figure("p50", lasting(lately.p50_s) if timed else "-"),
+        _figure("p99", lasting(lately.p99_s) if timed else "-"),
         _figure("in flight", str(vitals.rooms)),
         _figure("waiting", str(vitals.waiting), "warn" if vitals.waiting else "plain"),
         _figure("failed", f"{lately.failed} in 1m", "bad" if lately.failed else "plain"),
-        _figure("engines", str(vitals.clients)),
         _figure("leases", compact(vitals.leases)),
-        _figure(
-            "peers",
-            f"{vitals.peers_up}/{vitals.peers}",
-            "warn" if vitals.peers_up < vitals.peers else "plain",
-        ),
         _figure("evicted", f"{per_s('evicted_pages'):.1f}/s"),
         _figure("asked for again", f"{compact(again)} tokens in 1m", "warn" if again else "plain"),
         _figure("consoles", f"{100 * vitals.console_share:.1f}% of a core"),
@@ -295,40 +292,35 @@ def _figure(name: str, text: str, style: Style = "plain") -> Line:
     return (Styled(f"{name} ", "dim"), Styled(text, style))
 
 
-def _lasting(seconds: float) -> str:
-    return f"{1000 * seconds:.1f}ms" if seconds < 1 else duration(seconds)
-
-
 # ---- findings and books ----------------------------------------------------------------------
 
 
 AUDIT = Query("audit", limit=1)
+TIERS = Query("tiers", limit=8)
 PARTS = ("free", "held", "cached", "quarantined")
-SHORT_COLUMNS = 100
-"""With fewer, the books have short words."""
 NULL_PAGES = 1
 """Of each component: the page that stands for none is never anybody's."""
 
 
-def ledger_lines(snapshot: DaemonSnapshot, width: int) -> list[Line]:
+def ledger_lines(snapshot: DaemonSnapshot, app: KvdTui, width: int) -> list[Line]:
     """A line for each component, then the audit."""
     made = [spans.headed((Styled("ledger", "head"),), width)]
     pools, audit = snapshot.table(POOLS_QUERY), snapshot.table(AUDIT)
     for key in pools.order[:MOST_POOLS] if pools is not None else ():
         facts = named_row_of(pools, key) if pools is not None else None
         if facts is not None:
-            made.append(spans.fit(_component(facts, is_short=width < SHORT_COLUMNS), width))
+            made.append(spans.fit(_component(facts), width))
     if pools is not None and len(pools.order) > MOST_POOLS:
         made.append(spans.line(f"  and {len(pools.order) - MOST_POOLS} more on page 2", "dim"))
-    return [*made, *_audit(audit, snapshot.now_s, width)]
+    return [*made, *_audit(audit, app, width)]
 
 
-def _component(row: NamedRow, *, is_short: bool) -> Line:
+def _component(row: NamedRow) -> Line:
     """Whether null + free + held + cached + quarantined is the total."""
     name, total = row.text("component"), round(row.number("total") or 0)
-    parts = [(part[:4] if is_short else part, round(row.number(part) or 0)) for part in PARTS]
-    known, plus = NULL_PAGES + sum(pages for _, pages in parts), "+" if is_short else " + "
-    terms = plus.join(f"{thousands(pages)} {name}" for name, pages in parts)
+    parts = [(part, round(row.number(part) or 0)) for part in PARTS]
+    known = NULL_PAGES + sum(pages for _, pages in parts)
+    terms = "".join(f" + {thousands(pages)} {name}" for name, pages in parts)
     off = total - known
     verdict: Styled = Styled("balanced", "ok")
     if off:
@@ -338,11 +330,11 @@ def _component(row: NamedRow, *, is_short: bool) -> Line:
         Styled("! " if off else "  ", "bad"),
         cleaned(f"{name}: "),
         verdict,
-        Styled(f"  {thousands(known)} of {thousands(total)} = {NULL_PAGES} null{plus}{terms}"),
+        Styled(f"  {thousands(known)} of {thousands(total)} = {NULL_PAGES} null{terms}"),
     )
 
 
-def _audit(data: TableData | None, now_s: float, width: int) -> list[Line]:
+def _audit(data: TableData | None, app: KvdTui, width: int) -> list[Line]:
     """How the standing audit stands, when it last looked, and what that costs."""
     row = named_row_of(data, data.order[0]) if data is not None and data.order else None
     if row is None:
@@ -356,7 +348,7 @@ def _audit(data: TableData | None, now_s: float, width: int) -> list[Line]:
         words = "no sweep has ended yet"
     else:
         words = (
-            f"last sweep {age(now_s - ended_s)} ago took "
+            f"last sweep ended {app.time_of_day(ended_s)}, took "
             f"{duration(row.number('took_s') or 0)} for {compact(row.number('objects') or 0)}"
             f" objects, {compact(row.number('pages') or 0)} pages; cost "
             f"{100 * (row.number('core') or 0):.2f}% of a core, "
@@ -379,7 +371,7 @@ class Ledger(Canvas):
 
     def show(self, snapshot: DaemonSnapshot) -> int:
         """Paint it; how many lines it takes."""
-        lines = ledger_lines(snapshot, max(20, self.size.width))
+        lines = ledger_lines(snapshot, console(self), max(20, self.size.width))
         self.paint(lines)
         return len(lines)
 
@@ -393,22 +385,59 @@ class SourceBar(Canvas):
     def __init__(self) -> None:
         super().__init__(id="sources")
         self._made: list[Line] = []
+        self._read = RowRates("read_tokens", MINUTE_S)
 
-    def make(self, vitals: Vitals, rates: NodeRates, end_s: float | None, width: int) -> int:
+    def make(
+        self, snapshot: DaemonSnapshot, rates: NodeRates, end_s: float | None, width: int
+    ) -> int:
         """Make the lines for this width; how many they are."""
+        assert snapshot.vitals is not None
+        total = snapshot.vitals.sources
         names = [f"from_{name}" for name in Sources.__struct_fields__]
         grown, known_s = rates.grown(names, over_s=MINUTE_S, end_s=end_s)
         tokens = Sources(*(round(growth) for growth in grown))
         when = f"last {known_s:.0f}s"
         if not any(grown):
-            tokens, when = vitals.sources, f"since it began, none in the {when}"
+            tokens, when = total, f"since it began, none in the {when}"
         title = (Styled("where tokens came from ", "head"), Styled(when, "dim"))
         self._made = [spans.headed(title, width - 1), *_source_lines(tokens, width - 3)]
+        tiers = snapshot.table(TIERS)
+        if tiers is not None:
+            self._read.take(tiers)
+            found = [named_row_of(tiers, key) for key in tiers.order]
+            self._made += [self._tier(row, width) for row in found if row is not None]
         return len(self._made)
 
     def show(self) -> None:
         """Paint what was made."""
         self.paint(self._made)
+
+    def _tier(self, row: NamedRow, width: int) -> Line:
+        """What came from a tier below the pool into the cache, and who waits for it."""
+
+        def figure(name: str) -> str:
+            return compact(row.number(name) or 0)
+
+        since_s, why = row.number("waiting_since"), row.text("why")
+        state = cells.show(row.text("state"), "state", row.at_s, 12)
+        lately = compact(MINUTE_S * (self._read.rate(row.row.key) or 0))
+        waits = "nobody waits"
+        if since_s is not None:
+            waits = f"{figure('waiting')} wait, for {age(row.at_s - since_s)}"
+        words = (
+            f"{figure('read_tokens')} tokens read, {lately} in 1m",
+            f"{figure('hits')} of {figure('waits')} waits got pages",
+            f"{figure('objects')} of {figure('capacity_objects')} pages there",
+        )
+        return spans.fit(
+            (
+                *(Styled("  tier ", "dim"), cleaned(row.text("tier")), Styled(" ")),
+                *(Styled(*state), cleaned(f": {why}" if why else ""), Styled(", ")),
+                *(Styled(waits, "plain" if since_s is None else "warn"), Styled("  ")),
+                Styled("  ".join(words)),
+            ),
+            width,
+        )
 
 
 def _source_lines(tokens: Sources, width: int) -> list[Line]:

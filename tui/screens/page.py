@@ -9,6 +9,7 @@ from textual.containers import Container
 from textual.message import Message
 from typing_extensions import override
 
+from kvd.wire.console import Filter
 from tui.model.commands import PAGES, RULES
 from tui.widgets.canvas import console
 from tui.widgets.table import HEAD_LINES, WindowedTable
@@ -24,14 +25,20 @@ if TYPE_CHECKING:
     from tui.model.snapshots import DaemonSnapshot
     from tui.model.tables import Slot
 
-ABORT = Binding("A", "app.change('abort')", "abort", priority=True, tooltip="the handoff's room")
-EVICT = Binding("E", "app.change('evict')", "evict", priority=True, tooltip="pages")
-FLUSH = Binding("F", "app.change('flush')", "flush", tooltip="every unlocked cached page")
+ABORT = Binding(
+    "ctrl+k", "app.change('abort')", "abort", priority=True, tooltip="the handoff's room"
+)
+EVICT = Binding("ctrl+e", "app.change('evict')", "evict", priority=True, tooltip="pages")
+FLUSH = Binding("ctrl+f", "app.change('flush')", "flush", tooltip="every unlocked cached page")
 PROPOSE = Binding(
     "x", "propose", "do", priority=True, tooltip="put the proposed command in the bar"
 )
-FENCE = Binding("X", "app.change('fence')", "fence", tooltip="restart the transfer process")
-"""What changes the node; those that begin to type come before the next key."""
+FENCE = Binding("ctrl+x", "app.change('fence')", "fence", tooltip="restart the transfer process")
+"""What changes the node has Ctrl; those that begin to type come before the next key."""
+KEYS_HELP = """\
+Shift and a letter sorts by the column that begins with it, again: by the next one, or the other way
+round (`G` alone is the last row). Ctrl and a letter changes the node, after it was looked at.
+"""
 ON_A_ROW = frozenset({"handoffs", "propose", "pages_of"})
 MOVES = frozenset({"move", "screen", "shift", "home", "end"})
 
@@ -57,7 +64,7 @@ class Page(Container, can_focus=True):
     """Whether arrows mean something without a table."""
     CAN_FILTER: ClassVar[bool] = False
     """Whether ``filter_by`` means something without a table."""
-    HELP = "\n".join(f"- `:{rule.usage}` {rule.help}" for rule in RULES)
+    HELP = "\n".join((KEYS_HELP, *(f"- `:{rule.usage}` {rule.help}" for rule in RULES)))
     BINDING_GROUP_TITLE = "on this page"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "app.open", "open", tooltip="who holds it, why, since when"),
@@ -83,8 +90,7 @@ class Page(Container, can_focus=True):
         Binding("i", "app.events_of", "events", show=False,
             tooltip="what happened to it, of a handoff from both ends"),
         Binding("y", "app.copy", "copy", show=False, tooltip="the kvd command that says why"),
-        Binding("s", "sort", "sort", show=False,
-            tooltip="by the next column; Shift and a letter: by the one that begins with it"),
+        Binding("s", "sort", "sort", show=False, tooltip="by the next column"),
         Binding("w", "wide", "wide", show=False, tooltip="all columns, no card beside them"),
         Binding("z", "app.faults", "faults", show=False, tooltip="only what is wrong"),
     ]  # fmt: skip
@@ -233,12 +239,22 @@ class Page(Container, can_focus=True):
         return super().check_action(action, parameters)
 
     def on_key(self, event: Key) -> None:
-        """Shift and a letter that is no key of the page sorts by the column with that letter."""
+        """Shift and a letter sorts by the column with that letter: on every page."""
         table, letter = self.table(), event.character or ""
-        is_bound = event.key in self.screen.active_bindings
-        if table is not None and letter.isalpha() and letter.isupper() and not is_bound:
-            table.sort_by_letter(letter.lower())
+        if not (letter.isalpha() and letter.isupper()):
+            return
+        if table is not None and table.sort_by_letter(letter.lower()):
             self.post_message(WindowedTable.Moved(table))
+        else:
+            self.notify(f"no column here begins with {letter.lower()}", markup=False)
+
+    async def action_handoffs(self, column: str) -> None:
+        """Go to the handoffs that have in this column what the first table is at."""
+        app, ref = console(self), self.tables()[0].chosen()
+        await app.action_go("handoffs")
+        table = app.page.table()
+        if table is not None and ref:
+            table.set_filters(f'{column}="{ref}"', (Filter(column, "is", ref),))
 
     def action_move(self, rows: int) -> None:
         """So many rows down."""

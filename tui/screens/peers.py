@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.binding import Binding
 from typing_extensions import override
 
-from kvd.text import age, bytes_per_second, clean, compact_bytes, counted
+from kvd.text import age, bytes_per_second, clean, counted
 from tui.draw import chart, spans
 from tui.draw.chart import Series
 from tui.draw.spans import Line, Styled, TextBlock, cleaned
 from tui.model import cells, peers
 from tui.model.columns import ComputedColumns
-from tui.screens.handoffs import show_handoffs
 from tui.screens.page import FENCE, Page
 from tui.widgets.canvas import Canvas, console
 from tui.widgets.table import ColumnRules, WindowedTable
@@ -40,7 +39,7 @@ class PeersPage(Page):
     NAME = "peers"
     FAULTS: ClassVar[Mapping[str, str]] = {"peers": "!state:up"}
     REFS = ("peer",)
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("h", "handoffs", "handoffs"), FENCE]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("h", "handoffs('peer')", "handoffs"), FENCE]
 
     DEFAULT_CSS = """
     PeersPage > #table-peers { height: 40%; }
@@ -81,10 +80,6 @@ class PeersPage(Page):
         panel = self.query_one(PeerPanel)
         if panel.display:
             panel.show(self.peers.named_row(), snapshot.now_s)
-
-    async def action_handoffs(self) -> None:
-        """Go to the handoffs with the one under the cursor."""
-        await show_handoffs(self, "peer", self.peers.chosen())
 
 
 LEAST_CHART_LINES = 3
@@ -133,26 +128,13 @@ def word_lines(row: NamedRow, now_s: float, width: int) -> list[Line]:
         ("layout", *peers.layout(row)),
         ("agent", clean(row.text("agent")), "plain"),
         ("open", f"{receives:.0f} from it, {sends:.0f} to it{posts_words}", "plain"),
-        ("ended", _ended(row), "plain"),
         ("path", clean(row.text("path")) or "-", "plain"),
-        ("address", clean(row.text("address")), "plain"),
-        ("incarnation", clean(row.text("incarnation")) or "-", "plain"),
-        ("generation", f"{row.number('generation') or 0:.0f}", "plain"),
     ]
     if row.text("trouble"):
         facts.insert(0, ("trouble", *peers.trouble(row)))
     items = [(Styled(f"{name} ", "dim"), Styled(text, style)) for name, text, style in facts]
     made = spans.wrapped(items, width, 3)
     return [*made, spans.fit((Styled(UNKNOWN, "dim"),), width)]
-
-
-def _ended(row: NamedRow) -> str:
-    delivered, failed = row.number("delivered") or 0, row.number("failed") or 0
-    got, gave = row.number("in_bytes") or 0, row.number("out_bytes") or 0
-    return (
-        f"{delivered:.0f} delivered, {failed:.0f} failed; "
-        f"{compact_bytes(got)} from it, {compact_bytes(gave)} to it"
-    )
 
 
 class PeerPanel(Canvas):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SCREEN_ROWS = 8
 """Lines of cells that a page key moves over: a map has no other screens."""
-NOTHING_LIT = "nothing is lit here: p on a node, g on a lease or client, L on the card of a page"
+NOTHING_LIT = "nothing is lit here: p on a node, r on a lease or client, o on the card of a page"
 
 
 class PoolsPage(Page):
@@ -39,7 +39,7 @@ class PoolsPage(Page):
         Binding("l", "lens", "lens", tooltip="the next one of the page map"),
         Binding("+,=", "zoom(2.0)", "zoom", tooltip="fewer pages a cell"),
         Binding("-", "zoom(0.5)", "more pages a cell", show=False),
-        Binding("L", "light", "light", tooltip="all pages of its holder, then of the next one"),
+        Binding("o", "light", "light", tooltip="all pages of its holder, then of the next one"),
         Binding("n", "next_lit", "the next page that is lit up", show=False),
         Binding("m", "component", "the map of the next component", show=False),
         EVICT,

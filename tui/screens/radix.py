@@ -26,6 +26,7 @@ TITLES = {
     TREE: "prefix tree",
     "locked": "locked nodes",
     "eviction": "in the order of eviction",
+    "evicted": "evicted last, and who asked for it again",
 }
 """Views of nodes, and how they are headed."""
 RULES = {
@@ -41,6 +42,9 @@ RULES = {
     "eviction": ColumnRules(
         first=("rank", "name", "pages", "skipped", "why", "last_use", "hits", "namespace"),
         narrow=("name", "namespace"),
+    ),
+    "evicted": ColumnRules(
+        first=("gone", "pages", "wrote", "needed_by", "missed_by", "missed", "hits", "tier"),
     ),
 }
 HOTTEST = "-hits"
@@ -164,6 +168,7 @@ class RadixPage(Page):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("l", "nodes('locked')", "locked", tooltip="only what is locked"),
         Binding("v", "nodes('eviction')", "eviction", tooltip="in the order of eviction"),
+        Binding("e", "nodes('evicted')", "evicted", tooltip="last, for whom, who missed it"),
         Binding("h", "hottest", "hottest", tooltip="the branches by their hits; again: by size"),
         Binding("x", "expand", "expand", tooltip="open or close the node"),
         Binding("p", "pages_of", "pages", tooltip="on the page map", show=False),

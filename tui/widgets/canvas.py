@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
 from rich.console import Group
@@ -57,9 +58,10 @@ def rich_lines(lines: Iterable[Line], palette: Palette, links: Sequence[str] = (
                    for line in lines])  # fmt: skip
 
 
-def wrap_words(text: str, width: int) -> list[str]:
+@lru_cache(maxsize=500)
+def wrap_words(text: str, width: int) -> tuple[str, ...]:
     """``text`` in lines of at most ``width`` columns, at blanks where there are any."""
-    return [line.plain.rstrip() for line in Content(text).wrap(max(1, width))]
+    return tuple([line.plain.rstrip() for line in Content(text).wrap(max(1, width))])
 
 
 class Canvas(Widget, can_focus=False):
@@ -103,6 +105,11 @@ class Canvas(Widget, can_focus=False):
     def on_resize(self) -> None:
         """Other lines, or longer ones, have room now."""
         self.redraw()
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether keys are about what is on the page: not while something is typed."""
+        return not console(self).bar.display
 
     def wheel(self, lines: int) -> None:
         """What the mouse wheel does: so many lines further."""

@@ -106,7 +106,7 @@ class CommandBar(Container):
         line = [Styled("Tab ", "key")] if found else []
         for choice in found:
             line += [cleaned(choice.rpartition(" ")[2] or choice), Styled("  ")]
-        return spans.fit(line, self.app.size.width)
+        return spans.ruled(tuple(line), (), self.app.size.width, is_lit=True)
 
     def _choices(self) -> list[str]:
         if self.mode == ":":

@@ -1,10 +1,12 @@
-"""The first line of the screen: how the daemon is, and how old that is."""
+"""The first line of the screen, how the daemon is and how old that is; and the last, keys."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
+from textual.widgets import Footer
+from typing_extensions import override
 
 from kvd.text import duration
 from tui.draw import spans
@@ -64,6 +66,7 @@ def _width(parts: Sequence[Styled]) -> int:
 def _parts(vitals: Vitals, now: HeadStatus) -> list[Styled]:
     """What is said, the most important first."""
     word, style = HEALTH.get(vitals.worst, ("LOOK", "warn"))
+    up_s = max(0.0, vitals.at_s - vitals.started_s)
     if isinstance(now.link_state, LinkDown):
         word, style = "LOST", "bad"
     made = [
@@ -79,7 +82,7 @@ def _parts(vitals: Vitals, now: HeadStatus) -> list[Styled]:
         Styled(f"peers {vitals.peers_up}/{vitals.peers}", _peers_style(vitals)),
         Styled(f"engines {vitals.clients}"),
         Styled(f"lag {vitals.lag_s * 1000:.1f}ms", "warn" if vitals.lag_s > LAG_S else "dim"),
-        Styled(f"up {duration(max(0.0, vitals.at_s - vitals.started_s))}", "dim"),
+        Styled(f"up {duration(up_s) if up_s >= 60 else f'{up_s:.0f}s'}", "dim"),
         cleaned(f"gen {vitals.generation}", "dim"),
         cleaned(f"kvd {vitals.version}", "dim"),
         cleaned(vitals.unit, "dim"),
@@ -118,3 +121,13 @@ class Head(Canvas):
     """The first line."""
 
     DEFAULT_CSS = "Head { height: 1; }"
+
+
+class Foot(Footer):
+    """The last line: keys."""
+
+    @override
+    async def recompose(self) -> None:
+        await super().recompose()
+        # Textual lets go of the keys of before only when what they watch is said to have changed.
+        self.mutate_reactive(Footer.compact)

@@ -206,7 +206,7 @@ class PageMapPanel(Canvas):
         for word in words:
             if spans.width_of([*made, word]) + spans.width_of(tail) + 8 <= width:
                 made += [Styled("  "), word]
-        return spans.ruled(tuple(made), tail, width)
+        return spans.ruled(tuple(made), tail, width, is_lit=self.has_keys)
 
     def _cursor_words(self, shown: PageMap, cursor: int | None) -> list[Styled]:
         if cursor is None:

@@ -124,6 +124,12 @@ class PoolTable(Canvas):
             return ""
         return self.data.order[names.index(chosen)]
 
+    @property
+    def needed_lines(self) -> int:
+        """With nothing said in words."""
+        names = len(self.names)
+        return 1 + min(names, MOST_LINES) + (names > MOST_LINES)
+
     def choose(self, component: str) -> None:
         """The map is of this one."""
         self.component = component

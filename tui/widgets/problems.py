@@ -12,18 +12,17 @@ from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
 from tui.model import cells, handoffs
 from tui.model.columns import NamedRow, places
-from tui.model.commands import is_doable
+from tui.model.commands import KILL, is_doable
 from tui.widgets.canvas import NOT_HERE_YET, console, wrap_words
-from tui.widgets.table import GUTTER, WindowedTable
+from tui.widgets.table import GUTTER, CellLook, WindowedTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvd.wire.console import TableRow
 
-WIDE_COLUMNS = 60
-"""From here on there is room for how long ago it was, beside when."""
-MOST_WRAPPED = 200
+TELLING_COLUMNS, WIDE_COLUMNS = 60, 120
+"""From here on a failure has how long ago it was beside when; a problem when beside how long."""
 SMALL_LINES = 10
 """With less room the one under the cursor has its sentence on one line."""
 
@@ -41,7 +40,6 @@ class ProblemCards(WindowedTable):
         self._is_all = True
         """Whether all have their whole text."""
         self._room = 0
-        self._wrapped: dict[str, tuple[TableRow, int, list[str]]] = {}
         self._rows_at: list[int] = []
         """By line below the head: which row is there."""
 
@@ -96,8 +94,10 @@ class ProblemCards(WindowedTable):
         """How grave, and for how long."""
         letter, style = cells.severity(row)
         since_s = row.number("since")
-        ago = "" if since_s is None else age(self._now_s - since_s)
-        return Styled(f"{letter.upper():<9}", style), Styled(spans.right(ago, 7), "dim")
+        ago = "" if since_s is None else f"for {age(self._now_s - since_s)}"
+        if since_s is not None and self.size.width >= WIDE_COLUMNS:
+            ago = f"since {console(self).time_of_day(since_s)}, {ago}"
+        return Styled(f"{letter.upper():<9}", style), Styled(f" {ago}", "dim")
 
     def _short(self, row: TableRow) -> Line:
         named = NamedRow(row, places(self.columns), self._now_s)
@@ -113,31 +113,23 @@ class ProblemCards(WindowedTable):
         pad = spans.columns(grave.text)
         if 0 < self._room < SMALL_LINES:
             return [self._short(row), *self._todo(named, pad, width)]
-        first, *rest = self._parts(row, named, width - pad - spans.columns(ago.text) - 1)
+        said, room = spans.text_of(_said(named)), width - pad - spans.columns(ago.text) - 1
+        first, *rest = wrap_words(said, room) or ("-",)
         made = [spans.spread((grave, Styled(first)), (ago,), width)]
         made += [(Styled(" " * pad), Styled(part)) for part in rest]
         return [*made, *self._todo(named, pad, width)]
 
-    def _parts(self, row: TableRow, named: NamedRow, width: int) -> list[str]:
-        """The sentence in lines: made once, as that takes its time."""
-        known = self._wrapped.get(row.key)
-        if known is None or known[0] is not row or known[1] != width:
-            if len(self._wrapped) > MOST_WRAPPED:
-                self._wrapped.clear()
-            words = wrap_words(spans.text_of(_said(named)), width) or ["-"]
-            known = self._wrapped[row.key] = (row, width, words)
-        return known[2]
-
     def _todo(self, row: NamedRow, pad: int, width: int) -> list[Line]:
         """What to do, and what Enter opens; in lines where it is not short of room."""
         action, subject = clean(row.text("action")), row.text("subject")
-        opens = f"   ⏎ {subject}" if subject and action != f"open {subject}" else ""
-        room = width - pad - 4 - spans.columns(opens)
+        opens = f"   Enter: {subject}" if subject and action != f"open {subject}" else ""
+        key = "press x to copy: " if action.startswith(KILL) else "press x: "
+        key = key if is_doable(action) else "↳ "
+        room = width - pad - len(key) - 2 - spans.columns(opens)
         is_small = 0 < self._room < SMALL_LINES
-        words = [spans.cut(action, room)] if is_small else wrap_words(action, room) or [""]
-        key = "x " if is_doable(action) else "↳ "
+        words = (spans.cut(action, room),) if is_small else wrap_words(action, room) or ("",)
         made: list[Line] = [
-            (Styled(" " * pad), Styled(key if at == 0 else "  ", "key"), Styled(part))
+            (Styled(" " * pad), Styled(key if at == 0 else " " * len(key), "key"), Styled(part))
             for at, part in enumerate(words)
         ]
         return [*made[:-1], (*made[-1], cleaned(opens, "key"))]
@@ -168,26 +160,15 @@ class FailedHandoffs(WindowedTable):
         return self.head_lines + min(total, most) if total else 0
 
     @override
-    def make_lines(self, width: int, height: int) -> Sequence[Line]:
-        data = self.data
-        if data is None or not data.total:
-            return []
-        lines = [self._caption(self._place_words(data), width)]
-        for index in range(self._first, min(self._first + self.page_rows, data.total)):
-            key = self._key_at(index)
-            row = NamedRow(data.rows[key], places(data.columns), self._now_s) if key else None
-            line = self._told(row) if row is not None else (Styled("…", "dim"),)
-            is_chosen = index == self._cursor and self.is_active
-            made = spans.fit((Styled("▸ " if is_chosen else "  ", "key"), *line), width)
-            under = [span._replace(under="cursor") for span in made] if is_chosen else made
-            lines.append(tuple(under))
-        return lines
-
-    def _told(self, row: NamedRow) -> Line:
+    def _cells(self, key: str, texts: Sequence[CellLook]) -> Line:
+        assert self.data is not None, "it has rows"
+        row = NamedRow(self.data.rows[key], places(self.data.columns), self._now_s)
         ended_s = row.number("ended") or 0.0
         when = console(self).time_of_day(ended_s)
-        room = row.number("room") or 0
         peer, _ = handoffs.peer(row)
-        ago = f"{age(self._now_s - ended_s):>7} ago  " if self.size.width >= WIDE_COLUMNS else " "
-        head = f"{when}{ago}room {room:.0f}  {peer}  "
-        return (Styled(head, "dim"), cleaned(row.text("waiting_for") or "nobody said why", "bad"))
+        ago = (
+            f"{age(self._now_s - ended_s):>7} ago  " if self.size.width >= TELLING_COLUMNS else " "
+        )
+        head = f"{when}{ago}room {row.cell('room')}  {peer}  "
+        why = cleaned(row.text("waiting_for") or "nobody said why", "bad")
+        return spans.fit((Styled(head, "dim"), why), self.size.width - GUTTER)

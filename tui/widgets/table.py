@@ -342,7 +342,8 @@ class WindowedTable(Canvas):
         ]
         texts = {key: self._texts(data.rows[key]) for _, key in shown if key}
         self._lay_out(list(texts.values()), width)
-        lines = [self._caption(self._place_words(data), width), self._names(data)]
+        heads = (self._caption(self._place_words(data), width), self._names(data))
+        lines = [*heads[: self.head_lines]]
         lines += [self._line(index, key, texts.get(key)) for index, key in shown]
         if not data.total:
             why = data.trouble or ("nothing passes the filter" if self.filters else "none")
@@ -403,7 +404,7 @@ class WindowedTable(Canvas):
             words[0] += f" (of {data.of})"
         if self.sort:
             words.append(f"by {self.sort}")
-        if self._fit.hidden:
+        if self._fit.hidden and self.head_lines == HEAD_LINES:
             words.append(f"{counted(self._fit.hidden, 'column')} hidden")
         return " · ".join(words)
 
@@ -413,7 +414,9 @@ class WindowedTable(Canvas):
             title = (cleaned(f"only {self.pinned}, Esc: all", "key"),)
         elif self.filters:
             title = (*title, Styled(" /", "key"), cleaned(self.filter_text, "key"))
-        return spans.ruled(title, (cleaned(words, "dim"),), width)
+        return spans.ruled(
+            title, (cleaned(words, "dim"),), width, is_lit=self.is_active and self.has_keys
+        )
 
     def _names(self, data: TableData) -> Line:
         made = [Styled(" " * GUTTER)]
@@ -431,10 +434,16 @@ class WindowedTable(Canvas):
         mark = "▸ " if is_chosen else "· " if index == self._cursor else "  "
         if texts is None:
             return (Styled(mark, "key"), Styled("…", "dim"))
-        columns, gap = self.columns, ""
+        made = (Styled(mark, "key"), *self._cells(key, texts))
+        if not is_chosen:
+            return spans.merged(made)
+        return tuple(span._replace(under="cursor") for span in spans.fit(made, self.size.width))
+
+    def _cells(self, key: str, texts: Sequence[CellLook]) -> Line:
+        """A row without its cursor."""
+        columns, gap, made = self.columns, "", list[Styled]()
         states = [texts[at][1] for at in self._fit.at if columns[at].kind == "state"]
         tint: Style = states[0] if states and states[0] in {"bad", "warn"} else "plain"
-        made = [Styled(mark, "key")]
         for at, width in zip(self._fit.at, self._fit.widths, strict=True):
             text, style = texts[at]
             pad = spans.right if columns[at].kind in cells.FIGURES else spans.left
@@ -443,9 +452,7 @@ class WindowedTable(Canvas):
             else:
                 made += [Styled(gap), Styled(pad(text, width), style)]
             gap = " " * GAP
-        if not is_chosen:
-            return spans.merged(made)
-        return tuple(span._replace(under="cursor") for span in spans.fit(made, self.size.width))
+        return tuple(made)
 
     # ---- moving -----------------------------------------------------------------------------
 
@@ -526,15 +533,16 @@ class WindowedTable(Canvas):
         at = names.index(now) if now in names else 0
         self.sort_by(names[(at + 1) % len(names)])
 
-    def sort_by_letter(self, letter: str) -> None:
-        """By the next column that is shown whose heading begins with this letter."""
-        shown = [self.columns[at] for at in self._fit.at]
+    def sort_by_letter(self, letter: str) -> bool:
+        """By the next column whose heading begins with this letter; whether there is any."""
+        shown = [self.columns[at] for at in self._fit.at] or self.columns
         names = [column.name for column in shown if heading(column).startswith(letter)]
         told = [self._stands_for.get(name, name) for name in names]
         now = self.sort.removeprefix("-")
         if names:
             is_more = now in told and len(set(told)) > 1
             self.sort_by(names[(told.index(now) + 1) % len(names)] if is_more else names[0])
+        return bool(names)
 
     def sort_by(self, name: str) -> None:
         """By this column, the other way round if it is sorted by it; figures from the largest."""

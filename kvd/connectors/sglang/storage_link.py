@@ -215,6 +215,7 @@ class StorageLink:
             node = connect_sync(
                 self._options.endpoint or None,
                 name=self._name,
+                kind="sglang",
                 within_s=within_s,
                 on_unreachable="miss",
                 expects=expects,

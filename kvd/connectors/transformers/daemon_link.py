@@ -15,6 +15,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
+import transformers
+
 from kvd.client import Code, KvdError, connect_sync
 from kvd.connectors.transformers.copies import NotWhole, PageCopies
 from kvd.connectors.transformers.layout import PoolFit
@@ -222,7 +224,11 @@ class CacheLink:
 
     def _connect(self, within_s: float) -> None:
         node = connect_sync(
-            self._endpoint, name=self._name, within_s=within_s, on_unreachable="miss"
+            self._endpoint,
+            name=self._name,
+            kind=f"transformers {transformers.__version__}",
+            within_s=within_s,
+            on_unreachable="miss",
         )
         try:
             fit = PoolFit(self.shape, node.pool(self._pool))

@@ -183,7 +183,10 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         """A session with a daemon whose pool fits; the workers know more of their blocks later."""
         # What tells data parallel engines apart stands at its end.
         name = f"vllm {(engine or '')[-MOST_ENGINE_CHARS:]}"
-        node = connect_sync(self._options.endpoint or None, name=name, on_unreachable="miss")
+        kind = f"vllm {vllm.__version__}"
+        node = connect_sync(
+            self._options.endpoint or None, name=name, kind=kind, on_unreachable="miss"
+        )
         try:
             check_pages(
                 node.pool(self._options.pool),

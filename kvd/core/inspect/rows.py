@@ -167,6 +167,11 @@ class ClientRow:
     """Of each of its processes, whether it lives; these two consoles know."""
 
     @property
+    def kind(self) -> str:
+        """What the engine is, as it says."""
+        return self.session.kind
+
+    @property
     def held_pages(self) -> int:
         """Pages of its own, in quarantine or not."""
         return sum([lease.held_pages for lease in self.leases])
@@ -253,7 +258,15 @@ class WaitingRow:
     @property
     def is_blocked(self) -> bool:
         """Whether it waits for its peer, or for a tier, whatever room there is."""
-        return self.waiter.blocked() is not None
+        return bool(self.blocked_by)
+
+    @property
+    def blocked_by(self) -> str:
+        """For which of both; empty for none."""
+        if self.waiter.blocked() is None:
+            return ""
+        tier = self.waiter.tier
+        return "a peer" if tier is None or tier.blocked() is None else "a tier"
 
 
 def waiting_rows(node: NodeView) -> Iterator[WaitingRow]:

@@ -732,7 +732,7 @@ WAITING: StateTable[WaitingRow, WaitingState] = StateTable(
     StateField(
         "lacks",
         "text",
-        lambda _, one: "pages" if one.lacks_pages else "a peer" if one.is_blocked else "its turn",
-        "what it waits for: pages, a peer, or its turn",
+        lambda _, one: "pages" if one.lacks_pages else one.blocked_by or "its turn",
+        "pages, a peer, a tier, or its turn",
     ),
 )

@@ -46,8 +46,8 @@ class Session:
     """One engine: its name, and the processes that map the pool for it."""
 
     __slots__ = (
-        *("dead_ranks", "hang_up", "id", "is_former", "is_whole", "keeps_blocks", "name", "pids"),
-        *("prompts", "since_s"),
+        *("dead_ranks", "hang_up", "id", "is_former", "is_whole", "keeps_blocks", "kind", "name"),
+        *("pids", "prompts", "since_s"),
     )
 
     def __init__(
@@ -55,6 +55,8 @@ class Session:
     ) -> None:
         self.id = session_id
         self.name = name
+        self.kind = ""
+        """What the engine is, as it says: ``vllm 0.32.0``; empty where it does not say."""
         self.pids: list[int] = []
         self.since_s = since_s
         self.dead_ranks: dict[int, DeadRank] = {}
@@ -107,6 +109,7 @@ class SessionTable:
         if session is None:
             session = self._open(got.session, got.name)
         session.saw(got.pid)
+        session.kind = session.kind or got.kind
         if got.keeps_blocks:
             self.keeps_blocks(session)
         self._out.emit(events.ClientAttached(session=session.id, name=session.name, pid=got.pid))
