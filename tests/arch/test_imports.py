@@ -117,6 +117,7 @@ HOMES = {
         "kvd/connectors/vllm/stats.py",
     ),
     "vllm": tuple(f"kvd/connectors/vllm/{name}.py" for name in ("connector", "stats", "versions")),
+    "lmcache": ("kvd/connectors/lmcache/adapter.py", "benchmarks/lmcache_calls.py"),
     "aiohttp": ("kvd/proxy/",),
     "h11": ("kvd/observe/",),
     "nacl": ("kvd/zmtp/", "kvd/curve.py"),
@@ -127,7 +128,7 @@ LAZY_TORCH = ("kvd/client/mapping.py", "kvd/client/device_mapping.py")
 
 OURS = {"kvd", "tui", "benchmarks"}
 
-HOSTS = {"vllm"}
+HOSTS = {"vllm", "lmcache"}
 """Engines that load a connector of ours: nobody installs them for kvd."""
 
 OPTIONAL = ("flash_attn",)
