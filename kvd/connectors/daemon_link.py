@@ -37,11 +37,19 @@ SILENT_S: Final = 5.0
 UNFIT_S: Final = 60.0
 """A pool that does not fit is looked at so often: it changes with its daemon's configuration."""
 
-SHORT: Final = frozenset({Code.NO_ROOM.value, Code.TOO_LARGE.value})
-"""Of these the daemon has no pages for what was asked."""
+SHORT: Final = frozenset({Code.NO_ROOM.value, Code.TOO_LARGE.value, Code.DEADLINE.value})
+"""Of these the daemon has no pages for what was asked, if it is the one that says so."""
+
+SILENCE: Final = "client"
+"""Who says that a daemon has not answered."""
 
 BROKEN: Final = (OSError, ValueError, RuntimeError)
 """What sockets raise that were closed under a call, and torch where memory is short."""
+
+
+def is_short(error: KvdError) -> bool:
+    """Whether the daemon is well, and has no room for this."""
+    return error.code in SHORT and error.refusal.side != SILENCE
 
 
 class Unserved(Exception):
@@ -155,7 +163,7 @@ class ConnectorSession(Generic[F]):
         self._node, self.fit = node, fit
 
     def _failed(self, error: KvdError) -> None:
-        if error.code in SHORT:
+        if is_short(error):
             # It is there, and has no room: a pool for what is usual is the user's to give.
             self.why_away = str(error)
             if error.code not in self._short:

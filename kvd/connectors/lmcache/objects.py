@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from kvd.client import Code, KvdError
+from kvd.connectors.daemon_link import is_short
 from kvd.connectors.lmcache.names import ChunkName, page_keys
 from kvd.errors import Refusal
 
@@ -197,7 +198,7 @@ class ChunkCache:
                 try:
                     leases.append(call.result())
                 except KvdError as error:
-                    if error.code not in {Code.NO_ROOM.value, Code.TOO_LARGE.value}:
+                    if not is_short(error):
                         raise
                     leases.append(None)
         except BaseException:

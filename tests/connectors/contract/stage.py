@@ -83,6 +83,12 @@ class Stage:
         self._others.append(Others(self.endpoint))
         self._others[-1].take_all(self._pages)
 
+    def fill(self) -> None:
+        """Others take what is free, and leave what is cached."""
+        (pool,) = self.daemon.snapshot().pools
+        self._others.append(Others(self.endpoint))
+        self._others[-1].take_all(pool.free_pages)
+
     def disperse(self) -> None:
         """They go; what they held was theirs until then."""
         others, self._others = self._others, []

@@ -167,6 +167,19 @@ def test_crowded(kind, stage, engine_of, step):
     is_well(engine, stage)
 
 
+def test_full(stage, engine_of):
+    """What is cached is served, also right behind a save for which there is no room."""
+    engine = engine_of(stage)
+    assert engine.answer(PREFIX) == 0
+    engine.settle()
+    stage.wait_until_free()
+    stage.fill()
+    for _ in range(3):
+        assert engine.answer(PROMPT) == CACHED
+        engine.settle()
+    is_well(engine, stage)
+
+
 @in_steps("aborted")
 def test_aborted(kind, stage, engine_of, step):
     engine = engine_of(stage)
