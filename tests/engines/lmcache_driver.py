@@ -7,6 +7,7 @@ server's own memory. Each answer is a line of JSON.
 
 from __future__ import annotations
 
+import json
 import sys
 
 from lmcache.cli.commands.bench.server_bench.client import ServerBenchClient
@@ -68,9 +69,13 @@ class Driver:
 
 
 def main(rpc_url: str, http_url: str) -> None:
-    Driver(rpc_url, http_url)
-    for line in sys.stdin:
-        _verb, *_numbers = line.split()
+    driver = Driver(rpc_url, http_url)
+    # Not ``sys.stdout``, which LMCache may have replaced.
+    with open(1, "w", encoding="utf-8", buffering=1, closefd=False) as answers:
+        answers.write(json.dumps({"ready": True}) + "\n")
+        for line in sys.stdin:
+            verb, *numbers = line.split()
+            answers.write(json.dumps(getattr(driver, verb)(*map(int, numbers))) + "\n")
 
 
 if __name__ == "__main__":
