@@ -23,6 +23,8 @@ from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_most
 from kvd.harness.daemons import one_daemon
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvd.bench.report import Measured, Told
 
 ROOT: Final = Path(__file__).parents[1]
@@ -37,7 +39,7 @@ COLUMNS: Final = (
 GOAL: Final = 1.5
 
 
-def measured(python: str, spec: dict[str, Any], objects: int, kib: int, rounds: int) -> Any:
+def measured(python: str, spec: Mapping[str, object], objects: int, kib: int, rounds: int) -> Any:
     """What ``lmcache_calls`` says of that tier."""
     quiet = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     numbers = map(str, (objects, kib, rounds))

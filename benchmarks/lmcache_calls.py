@@ -39,7 +39,7 @@ def since(begun: tuple[float, float]) -> tuple[float, float]:
 class TimedTier:
     """One adapter, and objects in memory that is LMCache's."""
 
-    def __init__(self, spec: dict[str, Any], objects: int, n_bytes: int) -> None:
+    def __init__(self, spec: Any, objects: int, n_bytes: int) -> None:
         self._memory = torch.zeros(2 * objects * n_bytes, dtype=torch.uint8)
         desc = L1MemoryDesc(ptr=self._memory.data_ptr(), size=len(self._memory), align_bytes=1)
         config = get_l2_adapter_config_class(spec["type"]).from_dict(spec)

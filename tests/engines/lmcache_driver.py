@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from inspect import signature
 
 from lmcache.cli.commands.bench.server_bench.client import ServerBenchClient
 from lmcache.cli.commands.bench.server_bench.config import BenchConfig
@@ -38,7 +39,11 @@ class Driver:
 
     def _begun(self, number: int, kind: str):
         self._calls += 1
-        request = self._client.create_request(number, f"{kind}-{number}-{self._calls}", kind)
+        create = self._client.create_request
+        tokens = range(number * 100_000, number * 100_000 + TOKENS + 1)
+        # From 0.5.7 on it does not make them itself.
+        more = {"token_ids": tuple(tokens)} if "token_ids" in signature(create).parameters else {}
+        request = create(number, f"{kind}-{number}-{self._calls}", kind, **more)
         found = self._client.lookup(request)
         return request, found.hit_chunks * request.chunk_size if found.succeeded else 0
 

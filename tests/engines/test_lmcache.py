@@ -49,7 +49,7 @@ class Server:
             "type": "plugin",
             "module_path": "kvd.connectors.lmcache",
             "class_name": "KvdL2Adapter",
-            "adapter_params": {"endpoint": daemon.client, **params},
+            "adapter_params": {"endpoint": daemon.client, "any_version": True, **params},
         }
         quiet = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
         environment = {**os.environ, **quiet, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -6,9 +6,10 @@ import logging
 import os
 from collections import defaultdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import lmcache
+import msgspec
 import numpy as np
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed import api
@@ -23,7 +24,7 @@ from kvd.connectors.lmcache.objects import ChunkCache, ChunkPages
 from kvd.connectors.lmcache.tasks import TaskOutcomes, TaskThread
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Self
 
     import torch
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 logger = logging.getLogger("kvd.connectors.lmcache")
-
-PARAMS: Final = ("endpoint", "pool", "weights", "partition", "any_version")
 
 
 class ChunkLayout(NamedTuple):
@@ -71,34 +70,39 @@ def _bytes_of(one: MemoryObj) -> NDArray[np.uint8]:
     return np.frombuffer(one.byte_array, np.uint8)
 
 
+class TierParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What ``adapter_params`` may have."""
+
+    endpoint: str = ""
+    pool: str = "main"
+    weights: str = ""
+    partition: str = ""
+    any_version: bool = False
+
+
 class KvdL2AdapterConfig(L2AdapterConfigBase):
     """What ``adapter_params`` says."""
 
-    def __init__(self, params: dict[str, Any]) -> None:
-        unknown = sorted(set(params) - set(PARAMS))
-        if unknown:
-            raise ValueError(
-                f"adapter_params has {', '.join(unknown)}; there is {', '.join(PARAMS)}"
-            )
-        self.endpoint: str = params.get("endpoint", "")
-        self.pool: str = params.get("pool", "main")
-        self.weights: str = params.get("weights", "")
-        self.partition: str = params.get("partition", "")
-        self.any_version: bool = params.get("any_version", False)
+    def __init__(self, params: TierParams) -> None:
+        self.params = params
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
+    def from_dict(cls, d: Mapping[str, object]) -> Self:
         """Of a mapping, as JSON has it.
 
         Raises:
-            ValueError: there is no such parameter.
+            ValueError: there is no such parameter, or it is of another type.
         """
-        return cls(d)
+        try:
+            return cls(msgspec.convert(d, TierParams))
+        except msgspec.ValidationError as error:
+            known = ", ".join(TierParams.__struct_fields__)
+            raise ValueError(f"adapter_params: {error}; there is {known}") from None
 
     @classmethod
     def help(cls) -> str:
         """For a command line."""
-        return f"adapter_params of kvd: {', '.join(PARAMS)}; see its page on LMCache"
+        return f"adapter_params of kvd: {', '.join(TierParams.__struct_fields__)}"
 
 
 class KvdL2Adapter(L2AdapterInterface):
@@ -115,16 +119,17 @@ class KvdL2Adapter(L2AdapterInterface):
 
     def __init__(self, config: KvdL2AdapterConfig, l1_memory_desc: object = None) -> None:
         super().__init__(max_capacity_bytes=0)
-        check_version(lmcache.__version__, any_version=config.any_version)
+        params = config.params
+        check_version(lmcache.__version__, any_version=params.any_version)
         naming = Naming(
             packing=f"lmcache {release_of(lmcache.__version__)}",
-            weights=config.weights,
-            partition=config.partition,
+            weights=params.weights,
+            partition=params.partition,
         )
         self._link = ConnectorSession(
-            config.endpoint or None,
+            params.endpoint or None,
             name=f"lmcache {os.getpid()}",
-            fit=lambda node: ChunkPages(node.pool(config.pool)),
+            fit=lambda node: ChunkPages(node.pool(params.pool)),
             logger=logger,
             without="LMCache goes on without the node's cache",
         )

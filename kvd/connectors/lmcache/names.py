@@ -22,7 +22,7 @@ logger = logging.getLogger("kvd.connectors.lmcache")
 
 MODEL_CHARS: Final = 160
 
-TESTED: Final = ("0.5.6", "0.5.7")
+TESTED: Final = ("0.5.6",)
 """Releases of LMCache that were run, as the how-to says."""
 
 

@@ -60,23 +60,23 @@ class ChunkPages:
         views = [view for layer in layers for view in pool.arrays(part.name, layer=layer).values()]
         self.page_size = pool.page_size
         self._slots: list[Bytes] = [view.view(np.uint8).reshape(len(view), -1) for view in views]
-        self.page_bytes = sum(slot.shape[1] for slot in self._slots)
+        self.page_bytes: int = sum(int(slot.shape[1]) for slot in self._slots)
 
     def count(self, n_bytes: int) -> int:
         """Pages of an object of so many bytes."""
         return max(1, -(-n_bytes // self.page_bytes))
 
-    def write(self, pages: Sequence[int], data: Bytes) -> None:
+    def write(self, pages: NDArray[np.int32], data: Bytes) -> None:
         """Have these bytes in these pages."""
         for slot, page, piece in self._pieces(pages, data):
             slot[page, : len(piece)] = piece
 
-    def read(self, pages: Sequence[int], data: Bytes) -> None:
+    def read(self, pages: NDArray[np.int32], data: Bytes) -> None:
         """Have there what is in these pages."""
         for slot, page, piece in self._pieces(pages, data):
             piece[:] = slot[page, : len(piece)]
 
-    def _pieces(self, pages: Sequence[int], data: Bytes) -> list[tuple[Bytes, int, Bytes]]:
+    def _pieces(self, pages: NDArray[np.int32], data: Bytes) -> list[tuple[Bytes, int, Bytes]]:
         found, at = [], 0
         for page in pages:
             for slot in self._slots:
