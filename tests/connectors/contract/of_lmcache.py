@@ -60,6 +60,7 @@ class LmcacheServer(PlayedEngine):
         self._link = ConnectorSession(
             endpoint,
             name="lmcache",
+            kind="lmcache 0.5.6",
             fit=lambda node: ChunkPages(node.pool("main")),
             logger=logging.getLogger("kvd.connectors.lmcache"),
             without="LMCache goes on without the node's cache",
