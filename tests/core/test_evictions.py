@@ -216,7 +216,7 @@ def test_the_record_is_bounded():
 
     assert MOST_LEFT // 2 < len(kept.last_left()) <= MOST_LEFT
     assert kept.last_left()[0].number == MOST_LEFT + 20
-    assert record(side).n_left == MOST_LEFT + 20
+    assert kept.n_left == MOST_LEFT + 20
 
 
 def test_a_split_node_keeps_who_wrote_it(world, side):
