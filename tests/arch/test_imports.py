@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "kvd.storage": MIDDLE | {"kvd.transfer", "kvd.storage"},
     "kvd.observe": MIDDLE | {"kvd.observe"},
     "kvd.recorder": CORE | {"kvd.recorder"},
-    "kvd.console": CORE | {"kvd.filters", "kvd.console"},
+    "kvd.console": CORE | {"kvd.filters", "kvd.text", "kvd.console"},
     "kvd.journal": CORE | {"kvd.journal"},
     "kvd.daemon": NODE | {"kvd.daemon"},
     "kvd.client": ENGINE_SIDE,
