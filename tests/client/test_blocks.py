@@ -383,6 +383,11 @@ def test_what_is_no_page_of_this_pool_is_refused_with_the_numbers(
         ({0: _Described({"typestr": 5})}, Code.BAD_REQUEST, "does not say where it lies"),
         ({0: LayerMemory("a", (20, 64), (64, 1), 1)}, Code.BAD_REQUEST, "are ints"),
         ({0: LayerMemory(4096, (20, 1.5), (64, 1), 1)}, Code.BAD_REQUEST, "are ints"),
+        ({0: LayerMemory(0, (20, 64), (64, 1), 1)}, Code.BAD_REQUEST, "no memory is there"),
+        ({0: LayerMemory(-5, (20, 64), (64, 1), 1)}, Code.BAD_REQUEST, "no memory is there"),
+        ({0: LayerMemory(2**64, (20, 64), (64, 1), 1)}, Code.BAD_REQUEST, "no memory is there"),
+        ({0: LayerMemory(2**64 - 1280, (21, 64), (64, 1), 1)}, Code.BAD_REQUEST, "no memory"),
+        ({0: LayerMemory(4096, (20, 64), (2**62, 1), 1)}, Code.BAD_REQUEST, "no memory is there"),
     ],
 )
 def test_what_is_no_memory_is_refused_with_what_it_is(
