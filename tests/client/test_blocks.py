@@ -19,6 +19,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from kvd.client import Code, KvdError, LayerMemory
 from kvd.client.mover import host_lane
+from kvd.client.mover.blocks import _BlockUses
 from kvd.client.mover.pending_copy import CopyState
 from kvd.core.layout.shards import tp_shards
 from kvd.core.layout.spec import (
@@ -629,6 +630,35 @@ def test_it_is_over_when_the_daemon_has_counted_it(engine: Engine) -> None:
     engine.daemon.refuse = lambda _: None
     engine.daemon.answer()
     save.result(5)
+
+
+def test_a_block_is_the_engines_again_when_its_order_says_safe(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no later, whether or not the daemon has counted the save yet."""
+    orders: list[PendingCopy] = []
+    safe_before: list[bool] = []
+    give_back = _BlockUses.give_back
+
+    def gives_back(uses: _BlockUses, blocks: NDArray[np.int64], *, is_written: bool) -> None:
+        safe_before.append(orders[-1].safe())
+        give_back(uses, blocks, is_written=is_written)
+
+    monkeypatch.setattr(_BlockUses, "give_back", gives_back)
+    engine.daemon.hold()
+    orders.append(engine.save([3], [5]))
+    engine.daemon.refuse = lambda word: engine.daemon.hold()  # type: ignore[func-returns-value]
+    engine.daemon.answer()
+    engine.daemon.until(lambda: len(engine.daemon.said) == 2)
+    save = orders[0]
+    assert save.safe()
+    assert not save.is_over
+    orders.append(engine.load([3], [9]))
+    engine.daemon.refuse = lambda _: None
+    engine.daemon.answer()
+    for order in orders:
+        order.result(5)
+    assert safe_before == [False, False]
 
 
 def test_a_daemon_that_refuses_the_end_does_not_count_it(engine: Engine) -> None:

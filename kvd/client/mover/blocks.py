@@ -232,7 +232,8 @@ class EngineBlocks:
             for part in parts:
                 self._uses[part.table.component].take(part.used, is_written=not to_pages)
             self._open.add(copy)
-        copy.when_over(self._over)
+        copy.when_safe(self._let_go)
+        copy.when_over(self._open.discard)
         try:
             self._mover.order(copy)
         except KvdError as error:
@@ -300,11 +301,8 @@ class EngineBlocks:
         _check_once(part.used, "blocks")
         return part
 
-    def _over(self, copy: PendingCopy) -> None:
-        if not copy.safe():
-            return  # in doubt: nobody can tell that its blocks are not used any more
+    def _let_go(self, copy: PendingCopy) -> None:
         with self._lock:
-            self._open.discard(copy)
             for part in copy.parts:
                 uses = self._uses[part.table.component]
                 uses.give_back(part.used, is_written=not copy.to_pages)

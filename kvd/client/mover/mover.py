@@ -423,7 +423,7 @@ class Mover:
         for moving in done:
             self._moving.remove(moving)
             moving.copy.moved_s = time.monotonic() - (moving.began_s or time.monotonic())
-            moving.copy.state = CopyState.ENDING
+            moving.copy.landed()
             self._unsaid.append(moving)
         return is_busy or bool(done)
 

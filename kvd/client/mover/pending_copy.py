@@ -124,6 +124,7 @@ class PendingCopy:
         self.waited_s = self.mark_s = 0.0
         self.moved_s = 0.0
         self._ring: Callable[[], object] | None = None
+        self._let_go: Callable[[PendingCopy], object] | None = None
         self._tell: Callable[[PendingCopy], object] | None = None
         self._lock = threading.Lock()
         self._over: threading.Event | None = None
@@ -193,23 +194,40 @@ class PendingCopy:
         """Somebody sees it through, who is woken by ``ring``."""
         self._ring = ring
 
+    def when_safe(self, let_go: Callable[[PendingCopy], object]) -> None:
+        """Call ``let_go`` once, right before ``safe`` says so; set before it is begun."""
+        self._let_go = let_go
+
     def when_over(self, tell: Callable[[PendingCopy], object]) -> None:
-        """Call ``tell`` before anybody else hears that it is over; set before it is begun."""
+        """Call ``tell`` once it is over and not in doubt, before whoever waits goes on."""
         self._tell = tell
+
+    def landed(self) -> None:
+        """No byte of it moves any more, and the daemon is to hear so; as ``end``."""
+        self._is_safe_now()
+        self.state = CopyState.ENDING
 
     def end(self, refusal: Refusal | None, *, is_doubted: bool = False) -> None:
         """It is over; only by who sees it through, once."""
         self.refusal = refusal
         self.after = None
+        if not is_doubted:
+            self._is_safe_now()
         with self._lock:
             self.state = CopyState.DOUBT if is_doubted else CopyState.OVER
             over, wakes, self._wakes = self._over, self._wakes, []
-        if self._tell is not None:
+        if self._tell is not None and not is_doubted:
             self._tell(self)
         if over is not None:
             over.set()
         for wake in wakes:
             wake()
+
+    def _is_safe_now(self) -> None:
+        # Before the state says it: who reads that may order the next copy of the same blocks.
+        let_go, self._let_go = self._let_go, None
+        if let_go is not None:
+            let_go(self)
 
     async def _arrived(self) -> None:
         loop = asyncio.get_running_loop()
