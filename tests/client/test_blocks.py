@@ -741,12 +741,23 @@ def test_a_worker_leaves_when_its_copies_are_over(engine: Engine) -> None:
         engine.save([4], [6])
 
 
+async def _awaited(order: PendingCopy) -> None:
+    await order
+
+
 def test_a_forked_child_orders_nothing(engine: Engine) -> None:
     engine.save([3], [5]).result(5)
+    engine.daemon.hold()
+    under_way = engine.save([7], [8])
+    engine.daemon.until(lambda: len(engine.daemon.said) == 3)
     said = len(engine.daemon.said)
     pid = os.fork()
     if not pid:
         for verb in (
+            under_way.poll,
+            under_way.result,
+            under_way.cancel,
+            lambda: asyncio.run(_awaited(under_way)),
             lambda: engine.save([4], [6]),
             engine.blocks.mark,
             lambda: engine.daemon.worker.blocks(
@@ -760,9 +771,12 @@ def test_a_forked_child_orders_nothing(engine: Engine) -> None:
                     os._exit(1)
             else:
                 os._exit(2)
-        os._exit(0)
+        engine.blocks.close()
+        os._exit(3 if under_way.safe() else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert len(engine.daemon.said) == said
+    engine.daemon.answer()
+    under_way.result(5)
     engine.save([4], [6]).result(5)
 
 

@@ -176,9 +176,7 @@ class EngineBlocks:
         with self._lock:
             self._is_closed = True
             copies = list(self._open)
-        for copy in copies:
-            copy.cancel()
-        self._mover.wait_for(copies)
+        self._mover.give_up(copies)
         self._keep = None
 
     def __enter__(self) -> EngineBlocks:
