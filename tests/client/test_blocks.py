@@ -545,6 +545,10 @@ def test_numbers_that_cannot_be_are_refused_at_once(
         lambda engine, key: engine.blocks.begin_save(key, {"kv": [1]}),
         lambda engine, key: engine.save([1], [1], first_page=-1),
         lambda engine, key: engine.save([1], [1], first_page=1.5),
+        lambda engine, key: engine.save([1], [1], first_page={"KV": 4}),
+        lambda engine, key: engine.blocks.begin_load(
+            key, {"kv": [1]}, pages={"kv": [1], "other": [1]}
+        ),
         lambda engine, key: engine.blocks.begin_save(key, {"kv": []}, pages={"kv": []}),
         lambda engine, key: engine.blocks.begin_save(key, {}, pages={}),
         lambda engine, key: engine.save([1], [1], upto_tokens="a"),

@@ -249,9 +249,11 @@ class EngineBlocks:
         to_pages: bool,
     ) -> list[OrderPart]:
         """By component, the first of the pool first: what a save has written is counted in that."""
-        _require_map(blocks, "blocks")
+        _require_map(blocks, "blocks", self._tables)
         if pages is not None:
-            _require_map(pages, "pages")
+            _require_map(pages, "pages", self._ranks)
+        if isinstance(first_page, Mapping):
+            _require_map(first_page, "first_page", self._ranks)
         parts = [
             self._part(lease, name, numbers, pages, first_page, to_pages=to_pages)
             for name, numbers in blocks.items()
@@ -269,11 +271,14 @@ class EngineBlocks:
         *,
         to_pages: bool,
     ) -> OrderPart:
-        table = self._tables.get(name)
-        if table is None:
-            raise _bad(f"no blocks of {name!r} were given, there are: {', '.join(self._tables)}")
+        table = self._tables[name]
         own = first_page.get(name, 0) if isinstance(first_page, Mapping) else first_page
         first = whole(own, "first_page")
+        if not 0 <= first < table.n_pages:
+            raise _bad(
+                f"first_page is {first}: it is counted from the first page of the lease, of a pool "
+                f"of {table.n_pages}"
+            )
         if name in self._grouped:
             found = _rows(numbers, table, self._uses[name].n_blocks)
         else:
@@ -287,11 +292,6 @@ class EngineBlocks:
             given = lease.pages_of(name)[first : first + wanted]
         page_numbers = _numbers(given, "page", table.n_pages, first=1)
         _check_lengths(table, found, page_numbers)
-        if not 0 <= first < table.n_pages:
-            raise _bad(
-                f"first_page is {first}: it is counted from the first page of the lease, of a pool "
-                f"of {table.n_pages}"
-            )
         if to_pages:
             _check_once(page_numbers, "pages that are written")
         page_sum = pages_sum(page_numbers.astype("<i4").tobytes())
@@ -324,9 +324,11 @@ def _key_of(lease: LeaseKey | HasPages) -> LeaseKey:
     )
 
 
-def _require_map(given: object, name: str) -> None:
+def _require_map(given: object, name: str, known: Mapping[str, object]) -> None:
     if not isinstance(given, Mapping):
         raise _bad(f"{name} is {given!r:.100}: give numbers by component, such as {{'kv': [1, 2]}}")
+    if wrong := [part for part in given if part not in known]:
+        raise _bad(f"{name} has {wrong!r:.100}: of components there are {', '.join(known)} here")
 
 
 class _BlockUses:
