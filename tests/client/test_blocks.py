@@ -17,6 +17,7 @@ import torch
 from msgspec.structs import replace
 from numpy.lib.stride_tricks import as_strided
 
+import kvd.client.worker
 from kvd.client import Code, KvdError, LayerMemory
 from kvd.client.mover import host_lane
 from kvd.client.mover.blocks import _BlockUses
@@ -743,6 +744,20 @@ def test_a_worker_leaves_when_its_copies_are_over(engine: Engine) -> None:
     assert [type(word) for word in engine.daemon.said] == [CopyBegins, CopyEnds, Leave]
     with pytest.raises(KvdError, match="closed"):
         engine.save([4], [6])
+
+
+def test_a_worker_whose_daemon_does_not_answer_leaves_where_nothing_moves(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its pages would be held until this process has ended, which may be never."""
+    monkeypatch.setattr(kvd.client.worker, "CLOSE_WITHIN_S", 0.05)
+    engine.daemon.hold()
+    order = engine.save([3], [5])
+    engine.daemon.until(lambda: engine.daemon.said)
+    engine.daemon.worker.close()
+    ends(order, Code.UNREACHABLE, "closed")
+    assert order.safe()
+    engine.daemon.until(lambda: isinstance(engine.daemon.said[-1], Leave))
 
 
 async def _awaited(order: PendingCopy) -> None:
