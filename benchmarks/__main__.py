@@ -19,6 +19,7 @@ SHORT_HELP = {
     "keys": "What a hit costs by tokens and by keys.",
     "copies": "An engine's own blocks, saved and loaded.",
     "connector": "What vLLM's scheduler waits for kvd.",
+    "lmcache": "LMCache's calls of a tier, kvd's beside its own files.",
     "transformers": "A prompt at transformers' generate, found or saved.",
     "sglang": "Pages of SGLang's, beside its own files.",
     "first_token": "From a prompt at one vLLM to the first token at another.",

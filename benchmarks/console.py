@@ -225,8 +225,13 @@ TERMINAL_COLUMNS: Final = 180
 TERMINAL_LINES: Final = 50
 FPS: Final = 10
 SCREENS: Final = {
-    "overview": "1", "pools": "2", "engines": "2e", "radix": "3", "handoffs": "4",
-    "peers": "5", "events": "6",
+    "overview": "1",
+    "pools": "2",
+    "engines": "2e",
+    "radix": "3",
+    "handoffs": "4",
+    "peers": "5",
+    "events": "6",
 }
 """Each with the keys that lead to it."""
 START_S: Final = 30.0

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvd.bench.report import Measured, Told
+    from kvd.bench.report import Goal, Measured, Told
     from kvd.harness.daemons import DaemonProcess, Pair
     from kvd.trace import TraceRequest
 
@@ -62,6 +62,14 @@ COLUMNS: Final = (
     ResultColumn("waited_p99_ms", "p99", ".1f"),
     ResultColumn("unwritten", "lost"),
     ResultColumn("bad", "bad"),
+)
+
+
+NOTES: Final = (
+    "one request after the other; every page found or received was compared with its block",
+    "found: of the tokens of all prompts; tree, pool alone: what a perfect tree finds that is as "
+    "large as pool and disk, or as the pool; lost: pages evicted before they were written",
+    "waits: requests that got pages from the disk; told and waited: means; told: before they asked",
 )
 
 
@@ -136,7 +144,15 @@ class TraceNode:
     def _note(
         self, tokens: npt.NDArray[np.int32], found: int, promoted: int, told_ms: float, s: float
     ) -> None:
-        self.served.append(ServedRequest(len(tokens), found, promoted, told_ms, 1000 * s))
+        self.served.append(
+            ServedRequest(
+                n_tokens=len(tokens),
+                found=found,
+                promoted=promoted,
+                told_ms=told_ms,
+                took_ms=1000 * s,
+            )
+        )
 
     def compute(self, request: TraceRequest, lease: kvd.client.Lease) -> int:
         """Write what is lacking; how many tokens these are.
@@ -246,50 +262,38 @@ def run(
         if len(request.hash_ids) < pool  # what never fits is nobody's
     ]
     with tempfile.TemporaryDirectory(prefix="kvd-bench-", dir=directory) as name:
-        settings = {
-            side: {
-                **SHAPE,
-                "pool.pages": str(pool + 1),
-                "tiers.disk.directory": f"{name}/disk-of-{side}",
-                "tiers.disk.max_moving": "16MiB",
-                "tiers.disk.size": f"{disk * OBJECT_BYTES // 1024}KiB",
-            }
-            for side in ("p", "d")
-        }
-        with two_daemons(Path(name), settings["d"], prefill=settings["p"]) as pair:
+        p, d = (_settings(f"{name}/disk-of-{side}", pool, disk) for side in ("p", "d"))
+        with two_daemons(Path(name), d, prefill=p) as pair:
             nodes = asyncio.run(replay(pair, requests, rate, told))
             tree, alone = (reuse_of(requests, blocks) for blocks in (pool + disk, pool))
             rows = [node.row(tree, alone) for node in nodes]
+    title = (
+        f"{len(requests)} requests; a pool of {pool_tokens} tokens and a disk of {disk_tokens} at "
+        "each node"
+    )
     return BenchmarkResult(
-        tables=(
-            ResultTable(
-                title=f"{len(requests)} requests; a pool of {pool_tokens} tokens and a disk of "
-                f"{disk_tokens} at each node",
-                columns=COLUMNS,
-                rows=tuple(rows),
-            ),
-        ),
-        goals=tuple(
-            goal
-            for row in rows
-            for goal in (
-                at_least(
-                    f"{row['side']}: tokens found, over a tree of pool and disk together",
-                    0.99,
-                    figure(row, "reuse") / tree,
-                ),
-                at_most(f"{row['side']}: bad objects", 0, figure(row, "bad")),
-            )
-        ),
-        notes=(
-            "one request after the other; every page found or received was compared with its block",
-            "found: of the tokens of all prompts; tree, pool alone: what a perfect tree finds that "
-            "is as large as pool and disk, or as the pool; lost: pages evicted before they were "
-            "written",
-            "waits: requests that got pages from the disk; told and waited: means; told: before "
-            "they asked",
-            f"what is lacking is computed at {rate:g} tokens a second, by a sleep",
-        ),
+        tables=(ResultTable(title=title, columns=COLUMNS, rows=tuple(rows)),),
+        goals=tuple(goal for row in rows for goal in _goals(row, tree)),
+        notes=(*NOTES, f"what is lacking is computed at {rate:g} tokens a second, by a sleep"),
+    )
+
+
+def _settings(directory: str, pool: int, disk: int) -> dict[str, str]:
+    """Of a daemon with so many pages in its pool, and on its disk."""
+    return {
+        **SHAPE,
+        "pool.pages": str(pool + 1),
+        "tiers.disk.directory": directory,
+        "tiers.disk.max_moving": "16MiB",
+        "tiers.disk.size": f"{disk * OBJECT_BYTES // 1024}KiB",
+    }
+
+
+def _goals(row: Measured, tree: float) -> tuple[Goal, ...]:
+    side, found = row["side"], figure(row, "reuse") / tree
+    return (
+        at_least(f"{side}: tokens found, over a tree of pool and disk together", 0.99, found),
+        at_most(f"{side}: bad objects", 0, figure(row, "bad")),
     )
 
 

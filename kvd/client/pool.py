@@ -254,7 +254,12 @@ class Pools:
     def key_of(self, lease: int, version: int) -> LeaseKey:
         """The key of a lease, with the session and the life of the daemon that are now."""
         attached = self._attachment.attached
-        return LeaseKey(attached.session, attached.incarnation, lease, version)
+        return LeaseKey(
+            session=attached.session,
+            incarnation=attached.incarnation,
+            lease=lease,
+            version=version,
+        )
 
     def pool(self, name: object) -> Pool:
         """The pool of that name.

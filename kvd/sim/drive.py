@@ -104,10 +104,16 @@ class Drive:
                 self._disk.write(order.namespace, key, content=True)
             self.written_tokens += n_bytes
             every = tuple(range(len(keys)))
-            self._report(inputs.Demoted(now_s, order.ticket, every, n_bytes))
+            self._report(
+                inputs.Demoted(at_s=now_s, ticket=order.ticket, written=every, n_bytes=n_bytes)
+            )
         else:
             self.read_tokens += n_bytes
             gone = [at for at, key in enumerate(keys) if not self._disk.read(order.namespace, key)]
             why = "not there" if gone else ""
-            self._report(inputs.Promoted(now_s, order.ticket, tuple(gone), n_bytes, why))
+            self._report(
+                inputs.Promoted(
+                    at_s=now_s, ticket=order.ticket, bad=tuple(gone), n_bytes=n_bytes, why=why
+                )
+            )
         self._begin()

@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "kvd.storage": MIDDLE | {"kvd.transfer", "kvd.storage"},
     "kvd.observe": MIDDLE | {"kvd.observe"},
     "kvd.recorder": CORE | {"kvd.recorder"},
-    "kvd.console": CORE | {"kvd.filters", "kvd.console"},
+    "kvd.console": CORE | {"kvd.filters", "kvd.text", "kvd.console"},
     "kvd.journal": CORE | {"kvd.journal"},
     "kvd.daemon": NODE | {"kvd.daemon"},
     "kvd.client": ENGINE_SIDE,
@@ -119,6 +119,7 @@ HOMES = {
     ),
     "vllm": tuple(f"kvd/connectors/vllm/{name}.py" for name in ("connector", "stats", "versions")),
     "sglang": ("kvd/connectors/sglang/backend.py", "kvd/connectors/sglang/__init__.py"),
+    "lmcache": ("kvd/connectors/lmcache/adapter.py", "benchmarks/lmcache_calls.py"),
     "aiohttp": ("kvd/proxy/",),
     "h11": ("kvd/observe/",),
     "nacl": ("kvd/zmtp/", "kvd/curve.py"),
@@ -129,7 +130,7 @@ LAZY_TORCH = ("kvd/client/mapping.py", "kvd/client/device_mapping.py")
 
 OURS = {"kvd", "tui", "benchmarks"}
 
-HOSTS = {"vllm", "sglang"}
+HOSTS = {"vllm", "sglang", "lmcache"}
 """Engines that load a connector of ours: nobody installs them for kvd."""
 
 OPTIONAL = ("flash_attn",)

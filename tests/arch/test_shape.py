@@ -12,6 +12,7 @@ FUNCTION_LINES = 60
 
 CATCH_ALLS = {
     "kvd/client/mover/mover.py": "who waits for an order hears of a bug in the thread that has it",
+    "kvd/connectors/lmcache/tasks.py": "a mistake is logged, and its task has failed",
     "kvd/connectors/vllm/beside.py": "raised again where the outcome of the work is taken",
     "kvd/connectors/vllm/scheduler.py": "a mistake is logged; it must not end the engine's step",
     "kvd/connectors/vllm/worker.py": "as in the scheduler's half: the request is computed",

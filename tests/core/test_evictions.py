@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.cache.evictions import MOST_LEFT, SOON_S
+from kvd.core.cache.eviction import Policy, eviction_order
+from kvd.core.cache.evictions import MOST_LEFT, SOON_S, Evictions
+from kvd.core.cache.radix import RadixTree
 from kvd.core.inputs import Tick
 from kvd.core.inspect import snapshot as inspected
 from kvd.core.inspect.why import because
@@ -204,14 +206,17 @@ def test_who_is_gone_keeps_its_name_for_a_while(world, side):
     assert state_of(side).evicted[0].wrote == "other (gone)"
 
 
-def test_the_record_is_bounded(world, side):
+def test_the_record_is_bounded():
+    tree, kept = RadixTree(16, eviction_order(Policy.LRU)), Evictions(is_single=True)
     for number in range(MOST_LEFT + 20):
-        put(side, prompt(1000 + 300 * number, 1))
-    side.ask(admin.Evict(1, 99))
+        root, page = tree.match(b"", ""), number.to_bytes(4, "little")
+        node = tree.extend(root, tokens((1000 + 300 * number, 16)), page).node
+        kept.left([node], page, 1, "lease", 1.0)
+        kept.settle()
 
-    assert MOST_LEFT // 2 < len(record(side).last_left()) <= MOST_LEFT
-    assert record(side).last_left()[0].number == MOST_LEFT + 20
-    assert record(side).n_left == MOST_LEFT + 20
+    assert MOST_LEFT // 2 < len(kept.last_left()) <= MOST_LEFT
+    assert kept.last_left()[0].number == MOST_LEFT + 20
+    assert kept.n_left == MOST_LEFT + 20
 
 
 def test_a_split_node_keeps_who_wrote_it(world, side):

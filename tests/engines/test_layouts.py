@@ -131,31 +131,48 @@ def test_a_pool_that_does_not_fit_names_what_does(forks, families, tmp_path, wha
     }
 
 
-@pytest.mark.parametrize(
-    "what", ["windows beside full attention", "windows alone", "blocks of unlike tokens"]
-)
+TOO_FEW = {
+    "windows beside full attention": 34,
+    "windows alone": 24,
+    "blocks of unlike tokens": 34,
+    "states beside attention": 24,
+}
+"""How many blocks are less than what the prompts below need together."""
+
+BESIDE_ANSWERS = {"max_num_batched_tokens": 63, "long_prefill_token_threshold": 32}
+"""A step has a block of a prompt and the next tokens of others: in one of 32 alone, where blocks of
+prompts are whole, each prompt waits until no other one is answered, and nobody is preempted."""
+
+
+@pytest.mark.parametrize("what", TOO_FEW)
 def test_a_cache_that_is_too_small_for_what_runs(forks, families, tmp_path, what):
     """Requests are preempted in the middle of prompts and answers, and come back from pages."""
     name, engine, pool = SERVED[what]
+    if "states" in what:
+        engine = engine | BESIDE_ANSWERS
+    # Two requests fit while their answers are short.
+    answers = 100 if what == "windows beside full attention" else 40
     prompts = [prompt(250, seed) for seed in range(6)]
     turns = [[*prompts[0], *prompt(70, 9)], prompts[3], [*prompts[5][:130], *prompt(80, 9)]]
     asks = [
         WARM,
-        {"ids": prompts[0], "more": prompts[1:], "max_tokens": 40},
-        {"ids": turns[0], "more": turns[1:], "max_tokens": 40},
+        {"ids": prompts[0], "more": prompts[1:], "max_tokens": answers},
+        {"ids": turns[0], "more": turns[1:], "max_tokens": answers},
     ]
     alone = forks.answers(families / name, None, asks, **engine)
-    blocks = 34 if what != "windows alone" else 24
-    tight = SMALL | engine | {"num_gpu_blocks_override": blocks, "max_model_len": 512}
+    tight = SMALL | engine | {"num_gpu_blocks_override": TOO_FEW[what], "max_model_len": 512}
+    preempted = []
     with one_daemon(tmp_path, pool) as daemon:
         for n in range(2):
             found, log = forks.run(families / name, daemon, asks, PATIENT, **tight)
             assert isinstance(found, list), f"{found}\n{log[-3000:]}"
             assert tokens_of(found) == tokens_of(alone), f"engine {n}"
             assert "a bug in kvd's connector" not in log
+            preempted += found[-1]["preempted"]
         page = int(pool["pool.page_size"])
         assert found[1]["cached"] == 250 // page * page
         totals = daemon.snapshot()
+    assert preempted
     assert not totals.leases
 
 

@@ -14,7 +14,7 @@ Read in this order:
 - ``cache``: the cache that the model is given;
 - ``layout``: which of its tensors is which page of the pool, and the pool that a model needs;
 - ``copies``: from pages, and to them;
-- ``daemon_link``: the session with the daemon, and how long anything of it may take;
+- ``cache_link``: what is asked of the daemon, and when;
 - ``weights``: whose KV it is.
 """
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from kvd.connectors.daemon_link import Unserved
 from kvd.connectors.transformers.cache import KEEPS_ALL, KeptWindowLayer, KvdCache
 from kvd.connectors.transformers.layout import CONV, SCAN, STATE, WINDOW
 
@@ -33,7 +34,7 @@ FEW_RUNS: Final = 8
 """So many runs of pages that follow each other are written one by one, more of them by index."""
 
 
-class NotWhole(Exception):
+class NotWhole(Unserved):
     """Not all is there that would be needed; nothing of it is used."""
 
 

@@ -31,7 +31,7 @@ import transformers
 from transformers import GenerationConfig
 
 from kvd.connectors.transformers.cache import KvdCache
-from kvd.connectors.transformers.daemon_link import CacheLink
+from kvd.connectors.transformers.cache_link import CacheLink
 from kvd.connectors.transformers.layout import ARGUMENTS, shape_of
 from kvd.connectors.transformers.weights import (
     WeightWatch,

@@ -112,7 +112,14 @@ class OrdersUnderWay:
         self._last = number = self._last + 1
         blocks = self.blocks_of(tracked, rows)
         order = CopyOrder(
-            number, tracked.id, key, rows.start, ordered, blocks, upto_tokens, is_last
+            number=number,
+            request=tracked.id,
+            key=key,
+            first_page=rows.start,
+            pages=ordered,
+            blocks=blocks,
+            upto_tokens=upto_tokens,
+            is_last=is_last,
         )
         copy = CopyUnderWay(order, tracked, is_load=is_load, ranks=self._ranks)
         self.hold(copy.blocks)

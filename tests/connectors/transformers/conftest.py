@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.connectors.transformers import daemon_link
+from kvd.connectors import daemon_link
 
 PATIENCE_S = 20.0
 

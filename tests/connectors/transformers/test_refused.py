@@ -8,7 +8,7 @@ import transformers
 from transformers import DynamicCache, GenerationConfig, T5Config, T5ForConditionalGeneration
 
 from kvd.client import KvdError
-from kvd.connectors.transformers import generate, node
+from kvd.connectors.transformers import node
 from kvd.connectors.transformers.layout import shape_of
 from tests.connectors.transformers.world import answered, daemon_for, model_of, prompt, served
 
@@ -102,18 +102,6 @@ def test_a_model_with_an_encoder_is_refused_in_words() -> None:
     model = T5ForConditionalGeneration(config).eval()
     with pytest.raises(KvdError, match=r"no pages for the cache of T5For.*it has an encoder"):
         node(model, NOWHERE)
-
-
-def test_another_version_is_told_in_one_sentence_and_computes(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(transformers, "__version__", "6.1.0")
-    model = model_of("llama")
-    wanted = answered(model, IDS)
-    with node(model, NOWHERE) as made:
-        assert torch.equal(answered(model, IDS), wanted)
-    tested = ", ".join(generate.TESTED)
-    assert f"transformers 6.1.0: kvd's connector was tested with {tested}" in caplog.text
-    assert made.counts.alone.total() == 1
-    assert made.counts.prompts == 0
 
 
 def test_another_version_is_served_where_that_is_asked_for(monkeypatch) -> None:

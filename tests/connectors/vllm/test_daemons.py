@@ -35,7 +35,7 @@ from tests.support.daemons import is_linked, one_daemon, two_daemons
 BLOCK = 16
 LAYERS = 2
 PAGE_BYTES = 1024
-MINE, FOREIGN = 0xAA, 0x55
+MINE = 0xAA
 POOL = {
     "pool.family": "raw",
     "pool.layers": str(LAYERS),
@@ -191,68 +191,6 @@ def pages_of(node):
         next(iter(node.pool("main").arrays("kv", layer=n).values())).view(np.uint8)
         for n in range(LAYERS)
     ]
-
-
-def test_a_restart_with_other_memory_writes_no_page_of_another_engine(tmp_path, engine_of):
-    with one_daemon(tmp_path, POOL) as daemon:
-        engine = engine_of(daemon)
-        request = Request(1, PROMPT[:40])
-        engine.half.arrived(request, lora=None, extra={})
-        engine.matched(request)
-        engine.compute(request)
-        with connect_sync(daemon.client, name="look") as look:
-            assert all((layer == MINE).all(axis=1).sum() == 2 for layer in pages_of(look))
-        former = engine.half._life
-        daemon.kill()
-        daemon.start()
-        daemon.wait_ready()
-        with connect_sync(daemon.client, name="other") as other:
-            lease = other.lease(list(range(500, 500 + 50 * BLOCK)))
-            pages = pages_of(other)
-            for layer in pages:
-                layer[lease.pages] = FOREIGN
-            for _ in range(100):
-                request.all_token_ids.append(7)
-                request.num_computed_tokens += 1
-                engine.step(request)
-                time.sleep(0.01)
-            engine.until_back(former)
-            for _ in range(100):
-                request.all_token_ids.append(7)
-                request.num_computed_tokens += 1
-                engine.step(request)
-                time.sleep(0.001)
-            wrong = [
-                page for page in lease.pages if any((one[page] != FOREIGN).any() for one in pages)
-            ]
-            assert not wrong
-            lease.release()
-            del pages
-        engine.half.finished(request)
-        assert engine.run(Request(2, PROMPT[:48]))[0] == 0
-        assert engine.run(Request(3, PROMPT[:48]))[0] == 47, "the session after it is used"
-        engine.until_gone(daemon)
-
-
-def test_a_restart_with_the_same_memory_keeps_the_cache_and_no_lease(tmp_path, engine_of):
-    with (
-        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
-        one_daemon(tmp_path, POOL | {"pool.backing": "shm", "pool.directory": memory}) as daemon,
-    ):
-        engine = engine_of(daemon)
-        assert engine.run(Request(1, PROMPT))[0] == 0
-        running = Request(2, [5, *PROMPT])
-        engine.half.arrived(running, lora=None, extra={})
-        engine.matched(running)
-        engine.compute(running)
-        former = engine.half._life
-        daemon.stop()
-        daemon.start()
-        daemon.wait_ready()
-        engine.until_back(former)
-        engine.half.finished(running)
-        engine.until_gone(daemon)
-        assert engine.run(Request(3, PROMPT))[0] == 127
 
 
 @pytest.mark.parametrize("backing", ["anon", "shm"])

@@ -1,0 +1,198 @@
+"""The session of a connector that asks and waits: how long any of it may take, what becomes of it.
+
+It is for who can wait for some tenths of a millisecond, a ``generate`` or a thread of its own, and
+not for who steps. A daemon that does not answer is left alone for a while, so that what comes next
+does not wait for it again; one that is gone is looked for now and then. Nothing here raises where a
+daemon does not do what it is asked: it is told, and what was asked for is not had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from kvd.client import Code, KvdError, connect_sync
+
+if TYPE_CHECKING:
+    import logging
+    from collections.abc import Callable, Iterator
+
+    from kvd.client import SyncNode
+
+F = TypeVar("F")
+
+OPEN_WITHIN_S: Final = 1.0
+"""The first session is waited for so long."""
+
+AGAIN_WITHIN_S: Final = 0.25
+"""Every later one."""
+
+RETRY_S: Final = 1.0
+"""A daemon that is not there is looked for so often."""
+
+SILENT_S: Final = 5.0
+"""One that has not answered in time is not asked for so long."""
+
+UNFIT_S: Final = 60.0
+"""A pool that does not fit is looked at so often: it changes with its daemon's configuration."""
+
+SHORT: Final = frozenset({Code.NO_ROOM.value, Code.TOO_LARGE.value, Code.DEADLINE.value})
+"""Of these the daemon has no pages for what was asked, if it is the one that says so."""
+
+SILENCE: Final = "client"
+"""Who says that a daemon has not answered."""
+
+BROKEN: Final = (OSError, ValueError, RuntimeError)
+"""What sockets raise that were closed under a call, and torch where memory is short."""
+
+
+def is_short(error: KvdError) -> bool:
+    """Whether the daemon is well, and has no room for this."""
+    return error.code in SHORT and error.refusal.side != SILENCE
+
+
+class Unserved(Exception):
+    """The session is well, and this is not had of it: why."""
+
+
+class ConnectorSession(Generic[F]):
+    """A session with the daemon of this node, while there is one. For one thread at a time.
+
+    Args:
+        endpoint: of the daemon; None: that of this node.
+        name: what tables call this process.
+        kind: what engine it is, and of which version.
+        fit: what the pool of a session is for this engine; it raises ``layout-mismatch``.
+        logger: where it is told.
+        without: what the engine does while there is none, as in "computing without kvd".
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None,
+        *,
+        name: str,
+        kind: str,
+        fit: Callable[[SyncNode], F],
+        logger: logging.Logger,
+        without: str,
+    ) -> None:
+        self._endpoint, self._name, self._kind, self._make_fit = endpoint, name, kind, fit
+        self._logger, self._without = logger, without
+        self._node: SyncNode | None = None
+        self.fit: F | None = None
+        """Of the session that there is."""
+        self._not_before_s = 0.0
+        self.was_lost = False
+        """The last one asked in a session that was over: another one may be had at once."""
+        self._said = ""
+        self._short: set[str] = set()
+        self.why_away = ""
+        """Why nothing was had of the daemon the last time; empty: it was."""
+
+    def open(self) -> None:
+        """Open the first session, if there is a daemon.
+
+        Raises:
+            KvdError: ``layout-mismatch``: its pool is not for this engine.
+        """
+        try:
+            self._connect(OPEN_WITHIN_S)
+        except KvdError as error:
+            if error.code == Code.LAYOUT_MISMATCH.value:
+                raise
+            self._failed(error)
+
+    def close(self) -> None:
+        """Leave; repeatable."""
+        node, self._node, self.fit = self._node, None, None
+        if node is not None:
+            with contextlib.suppress(KvdError, *BROKEN):
+                node.close()
+
+    @contextlib.contextmanager
+    def asked(self) -> Iterator[tuple[SyncNode, F] | None]:
+        """The session, if there is one; what goes wrong with it is told, and ends here."""
+        self.was_lost = False
+        here = None
+        with self._told_of():
+            here = self._here()
+        with self._told_of():
+            yield here
+            if here is not None:
+                self._heard()
+
+    @property
+    def life(self) -> object:
+        """Of which life of which session what is asked now would be; None: of none."""
+        return None if self._node is None or self._node.end is not None else self._node.life
+
+    @contextlib.contextmanager
+    def _told_of(self) -> Iterator[None]:
+        try:
+            yield
+        except KvdError as error:
+            self._failed(error)
+        except Unserved as error:
+            self.why_away = str(error)
+        except BROKEN as error:
+            self.close()
+            self._told(f"the session with the daemon broke: {error}")
+
+    def _here(self) -> tuple[SyncNode, F] | None:
+        now_s = time.monotonic()
+        if now_s < self._not_before_s:
+            return None
+        if self._node is not None and self._node.end is not None:
+            self.close()
+        if self._node is None:
+            self._connect(AGAIN_WITHIN_S)
+        if self._node is None or self.fit is None:
+            return None
+        self.why_away = ""
+        return self._node, self.fit
+
+    def _connect(self, within_s: float) -> None:
+        node = connect_sync(
+            self._endpoint,
+            name=self._name,
+            kind=self._kind,
+            within_s=within_s,
+            on_unreachable="miss",
+        )
+        try:
+            fit = self._make_fit(node)
+        except BaseException:
+            node.close()
+            raise
+        self._node, self.fit = node, fit
+
+    def _failed(self, error: KvdError) -> None:
+        if is_short(error):
+            # It is there, and has no room: a pool for what is usual is the user's to give.
+            self.why_away = str(error)
+            if error.code not in self._short:
+                self._short.add(error.code)
+                self._logger.warning("kvd: not everything is cached: %s", error)
+            return
+        pauses = {Code.DEADLINE.value: SILENT_S, Code.LAYOUT_MISMATCH.value: UNFIT_S}
+        if error.code not in pauses and self._node is not None:
+            # No lease is to go on: a new session is as good as this one, and there sooner.
+            self.close()
+            self.was_lost = True
+            return
+        self._not_before_s = time.monotonic() + pauses.get(error.code, RETRY_S)
+        self._told(str(error))
+
+    def _heard(self) -> None:
+        if self._said:
+            self._said = ""
+            self._logger.warning("kvd: the node's cache is used again")
+
+    def _told(self, why: str) -> None:
+        """Once for each kind of it, until the daemon is there again."""
+        self.why_away = why
+        if self._said != why.partition(":")[0]:
+            self._said = why.partition(":")[0]
+            self._logger.warning("kvd: %s: %s", self._without, why)
