@@ -94,10 +94,11 @@ class Palette:
         self.has_colour = not app.no_color
         self._made: dict[tuple[str, str], Style] = {}
         self._colours = _colours(app) if self.has_colour else {}
+        self._least = least_contrast(app.theme)
         if self.has_colour and not is_terminals(app.theme):
             grounds = grounds_of(app.theme_variables)
             self._colours |= {
-                name: readable(colour, grounds)
+                name: readable(colour, grounds, self._least)
                 for name, colour in self._colours.items()
                 if name not in UNREAD
             }
@@ -120,7 +121,7 @@ class Palette:
         if name == "label" and ground is not None:
             colour = ink_on([ground])
         if colour is not None and ground is not None and {name, under} & _BACKGROUNDS.keys():
-            colour = readable(colour, [ground])
+            colour = readable(colour, [ground], self._least)
         made = Style.from_color(
             colour.rich_color if colour is not None else None,
             ground.rich_color if ground is not None else None,
@@ -176,11 +177,15 @@ def texts_of(variables: dict[str, str], theme: str) -> dict[str, str]:
     grounds = grounds_of(variables)
     found = {"kvd-text": _colour(variables, "foreground", "#808080"), "kvd-key": Color.parse(key)}
     inks = {"kvd-ink": ink_on(grounds).hex}
-    return {name: readable(colour, grounds).hex for name, colour in found.items()} | inks
+    least = least_contrast(theme)
+    return {name: readable(colour, grounds, least).hex for name, colour in found.items()} | inks
 
 
-LEAST_CONTRAST = 4.5
-"""Of text: what WCAG asks for."""
+def least_contrast(theme: str) -> float:
+    """Of text in a theme: what WCAG asks for, and what it asks for where contrast is wanted."""
+    return 7.0 if theme == HIGH_CONTRAST.name else 4.5
+
+
 INKS = (Color(0, 0, 0), Color(255, 255, 255))
 
 
@@ -203,12 +208,12 @@ def ink_on(grounds: Sequence[Color]) -> Color:
     return max(INKS, key=lambda ink: min(contrast(ink, ground) for ground in grounds))
 
 
-def readable(colour: Color, grounds: Sequence[Color]) -> Color:
+def readable(colour: Color, grounds: Sequence[Color], least: float) -> Color:
     """The colour, as much lighter or darker as it takes to be read on all of these."""
     ink = ink_on(grounds)
     for step in range(20):
         made = colour.blend(ink, step / 20)
-        if min(contrast(made, ground) for ground in grounds) >= LEAST_CONTRAST:
+        if min(contrast(made, ground) for ground in grounds) >= least:
             return made
     return ink
 

@@ -362,6 +362,17 @@ async def test_the_question_mark_shows_the_keys_of_this_page_and_escape_closes_t
         assert "on this page" not in text_of(app)
 
 
+async def test_help_and_the_way_out_are_named_however_narrow_it_is():
+    async with shown(page="pools", size=(80, 24)) as (app, _, pilot):
+        assert text_of(app).splitlines()[-1].rstrip().endswith("? help q quit")
+        await pilot.resize_terminal(40, 12)
+        await settle(app, pilot)
+        assert text_of(app).splitlines()[-1].rstrip() == "⏎ open / filter : command ? help q quit"
+        await pilot.resize_terminal(132, 40)
+        await settle(app, pilot)
+        assert text_of(app).splitlines()[-1].endswith("space freeze ? help q quit")
+
+
 async def test_the_palette_has_the_keys_and_the_commands():
     async with shown() as (app, _, pilot):
         found = {one.title: one for one in app.get_system_commands(app.screen)}

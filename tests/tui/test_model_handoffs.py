@@ -6,7 +6,9 @@ import math
 
 import pytest
 
+from kvd.wire.admin import Because, Mark
 from kvd.wire.console import Column, Query, TableRow
+from tui.draw import phases
 from tui.model import cells, handoffs, peers
 from tui.model.columns import ComputedColumns, NamedRow, named_row_of
 from tui.model.rates import RowRates
@@ -15,7 +17,7 @@ from tui.model.tables import TableData
 KINDS = {
     **dict.fromkeys(("state", "side", "peer", "waiting_for", "name", "pids", "layout"), "text"),
     **dict.fromkeys(("done_bytes", "total_bytes", "leases", "held", "failed"), "count"),
-    "oldest": "since",
+    **dict.fromkeys(("oldest", "moved"), "since"),
     "until": "until",
 }
 
@@ -72,6 +74,21 @@ def test_a_room_that_is_kept_says_how_many_had_it_and_when_it_ends():
     row = dressed(data(state="kept 1 of 3", until=141.0))
     assert handoffs.state(row) == ("K kept 1 of 3", "dim")
     assert handoffs.until(row) == ("ends in 41s", "plain")
+
+
+def test_bytes_that_came_after_the_last_change_of_state_are_the_last_that_was_heard():
+    story = handoffs.HandoffStory("receive:4").with_here(
+        100.0, Because(0, "", (), marks=(Mark(90.0, "offered -> receiving (accepted)"),))
+    )
+    row = dressed(data(state="receiving", side="decode", moved=60.0, waiting_for="bytes"))
+    (ours, _) = handoffs.ends(story, row, "here", 100.0)
+    assert phases.silence([ours])[1] == 50.0
+    assert "".join(part.text for part in phases.draw([ours], 60)[0]).startswith(
+        "nothing for 40.0s: here waits for bytes"
+    )
+    assert ours.marks[-1] == Mark(40.0, handoffs.LAST_BYTES)
+    at_once = dressed(data(state="receiving", side="decode", moved=10.2))
+    assert len(handoffs.ends(story, at_once, "here", 100.0)[0].marks) == 1
 
 
 @pytest.mark.parametrize(

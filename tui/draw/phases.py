@@ -41,7 +41,6 @@ ASKED = "asked; no answer yet"
 """What is no trouble yet."""
 MAX_MARKS = 64
 """Of one end; a daemon tells sixteen."""
-LASTS = "; it lasts"
 ARROW = " -> "
 OPEN_END = ">"
 
@@ -106,7 +105,7 @@ def draw(ends: Sequence[HandoffEnd], width: int, deadline_in_s: float | None = N
     """In one sentence what it waits for; then the chart, a line for each end, and its phases."""
     known = [end for end in ends if not end.trouble]
     quiet, quiet_s = silence(known)
-    lines = _verdict(known, quiet, quiet_s, width)
+    lines = _verdict(known, width)
     room = width - NAME_COLUMNS
     if room >= LEAST_COLUMNS and any(phases(end) for end in known):
         axis = _Axis(known, room)
@@ -121,11 +120,12 @@ def draw(ends: Sequence[HandoffEnd], width: int, deadline_in_s: float | None = N
     return lines
 
 
-def _verdict(ends: Sequence[HandoffEnd], quiet: str, quiet_s: float, width: int) -> list[Line]:
+def _verdict(ends: Sequence[HandoffEnd], width: int) -> list[Line]:
     """What each end waits for, ours first, and for how long nothing has happened."""
     waits = [f"{clean(end.name)} waits for {clean(end.waiting_for)}" for end in ends]
     waits = [words for words, end in zip(waits, ends, strict=True) if end.waiting_for]
-    is_stuck = bool(waits) and quiet.endswith(LASTS) and quiet_s > QUIET_S
+    quiet_s = min((mark.ago_s for end in ends for mark in sound(end.marks)), default=0.0)
+    is_stuck = bool(waits) and quiet_s > QUIET_S
     words = f"nothing for {lasting(quiet_s)}: " * is_stuck + ", as ".join(waits)
     style: Style = "warn" if is_stuck else "plain"
     return spans.wrapped([line(word, style) for word in words.split()], width, 1)
@@ -145,7 +145,7 @@ def silence(ends: Sequence[HandoffEnd]) -> tuple[str, float]:
     at = max(range(len(gaps)), key=gaps.__getitem__)
     _, name, what = marks[at]
     cleaned = f"longest silence {lasting(gaps[at])}, after {clean(name)}: {clean(what)}"
-    lasts = LASTS if at + 1 == len(marks) and not is_over else ""
+    lasts = "; it lasts" if at + 1 == len(marks) and not is_over else ""
     return cleaned + lasts, gaps[at]
 
 

@@ -143,8 +143,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
         " {code}",
         " {reason}",
         ", {moved_bytes} moved",
-        ", {saved_bytes} not needed",
         " in {took_s}",
+        ", {saved_bytes} not needed",
     ),
     "pages-corrupt": (
         "room {room} from {peer}: {bad_pages} of {checked_pages} pages are not what was sent",

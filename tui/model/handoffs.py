@@ -157,6 +157,10 @@ PAINTERS: dict[str, Callable[[NamedRow], tuple[str, Style]]] = {
 
 
 UNNAMED = "the other end"
+LAST_BYTES = "bytes moved, at the latest"
+"""Whoever looks for the first time knows no more than that."""
+AFTER_S = 1.0
+"""Bytes that moved so long after the last change of state are told."""
 OTHER_SIDE = {"decode": "prefill", "prefill": "decode"}
 
 
@@ -212,7 +216,15 @@ def _ours(story: HandoffStory, row: NamedRow, node: str, now_s: float) -> Handof
             shown = _began(row, now_s)
     if state in ENDED:
         return HandoffEnd(node, side, "closed", _closed(shown, row, now_s))
-    return HandoffEnd(node, side, state, shown, why)
+    return HandoffEnd(node, side, state, _moved(shown, row, now_s), why)
+
+
+def _moved(marks: tuple[Mark, ...], row: NamedRow, now_s: float) -> tuple[Mark, ...]:
+    """With the last bytes, which no story tells of."""
+    moved_s = row.number("moved")
+    if moved_s is None or not marks or now_s - moved_s + AFTER_S > marks[-1].ago_s:
+        return marks
+    return (*marks, Mark(max(0.0, now_s - moved_s), LAST_BYTES))
 
 
 def _began(row: NamedRow, now_s: float) -> tuple[Mark, ...]:

@@ -83,7 +83,7 @@ class PeersPage(Page):
 
 
 LEAST_CHART_LINES = 3
-UNKNOWN = "what goes between two other nodes, this daemon does not know: ask one of them"
+UNKNOWN = "what goes between two other nodes, only they can tell"
 
 
 def panel_lines(row: NamedRow, app: KvdTui, now_s: float, width: int, height: int) -> list[Line]:

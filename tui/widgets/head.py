@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
+from rich.cells import cell_len
 from textual.widgets import Footer
+from textual.widgets._footer import FooterKey
 from typing_extensions import override
 
 from kvd.text import duration
@@ -16,6 +18,8 @@ from tui.widgets.canvas import Canvas
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from textual.app import ComposeResult
 
     from kvd.wire.console import Vitals
     from tui.draw.spans import Style
@@ -124,7 +128,19 @@ class Head(Canvas):
 
 
 class Foot(Footer):
-    """The last line: keys."""
+    """The last line: keys, as many as there is room for; how to get help and to leave are there."""
+
+    @override
+    def compose(self) -> ComposeResult:
+        keys = [key for key in super().compose() if isinstance(key, FooterKey)]
+        widths = [cell_len(f"{key.key_display} {key.description} ") for key in keys]
+        while len(keys) > 2 and sum(widths) > self.app.size.width + 1:
+            del keys[-3], widths[-3]
+        yield from keys
+
+    def on_resize(self) -> None:
+        """There may be room for others."""
+        self.refresh(recompose=True)
 
     @override
     async def recompose(self) -> None:
