@@ -10,7 +10,7 @@ import numpy as np
 
 from kvd.client.arguments import whole
 from kvd.client.lease_key import LeaseKey
-from kvd.client.mover.engine_memory import HOST, block_layout, unfit
+from kvd.client.mover.engine_memory import HOST, memory_layout, unfit
 from kvd.client.mover.pending_copy import OrderPart, PendingCopy
 from kvd.client.mover.pieces import NO_BLOCK, PieceTable, pool_bytes
 from kvd.errors import Code, KvdError, Number, Refusal
@@ -465,7 +465,7 @@ def _layers(layers: Mapping[Any, Any]) -> list[list[BlockLayout]]:
     known: set[tuple[int, ...]] = set()
     for layer, tensors in layers.items():
         several = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
-        layouts = [block_layout(str(layer), tensor) for tensor in several]
+        layouts = [memory_layout(str(layer), tensor) for tensor in several]
         addresses = tuple(layout.address for layout in layouts)
         if addresses not in known:
             known.add(addresses)

@@ -186,7 +186,16 @@ def block_layout(name: str, tensor: object) -> BlockLayout:
     device = str(seen.device) if isinstance(seen, NamesDevice) else HOST
     if device.split(":", maxsplit=1)[0] == HOST:
         device = HOST
-    layout = BlockLayout(seen.data_ptr(), shape[0], dense * width, strides[0] * width, device)
+    return BlockLayout(seen.data_ptr(), shape[0], dense * width, strides[0] * width, device)
+
+
+def memory_layout(name: str, tensor: object) -> BlockLayout:
+    """As ``block_layout``, of a tensor that is going to be copied.
+
+    Raises:
+        KvdError: as ``block_layout``; ``bad-request`` where no memory can be.
+    """
+    layout = block_layout(name, tensor)
     if layout.address <= 0 or layout.end > _ADDRESSES:
         raise _bad(
             f"layer {name} lies from {layout.address:#x} to {layout.end:#x}: no memory is there; "
