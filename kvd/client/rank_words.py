@@ -145,6 +145,11 @@ class RankWords:
         """Whether the daemon takes ``CopyWaits``; an older one would take it for garbage."""
         return self._attachment.attached.hears_waits
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this is the process that attached, and none that was forked from it."""
+        return self._attachment.is_own
+
     def require_own(self) -> None:
         """Refuse the child of a fork: what it says would be its parent's word."""
         self._attachment.require_own()

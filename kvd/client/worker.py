@@ -22,6 +22,7 @@ from kvd.client.attachment import ATTACH_WITHIN_S
 from kvd.client.device_event import handle_of
 from kvd.client.endpoint import attach_path, client_endpoint
 from kvd.client.lease_key import is_ours, why_foreign
+from kvd.client.mover.mover import CLOSE_WITHIN_S
 from kvd.client.mover.movers import Movers
 from kvd.client.mover.pending_copy import MARK_WITHIN_S
 from kvd.client.pool import Pools
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
 
 EVENTS_KEPT: Final = 4096
 """The last event objects that were given: the daemon may open one of them a moment later."""
+
+
+UNHEARD_WITHIN_S: Final = 1.0
+"""How long a close waits for its threads once no answer can come."""
 
 
 class Worker:
@@ -209,7 +214,7 @@ class Worker:
         """Leave the session; repeatable."""
         if self._closing.is_set():
             return
-        is_quiet = not self._attachment.is_own or self.movers.close(_CLOSED)
+        is_quiet = not self._attachment.is_own or self.movers.close(_CLOSED, CLOSE_WITHIN_S)
         self._closing.set()
         self.end = self.end or _CLOSED
         # A forked child has no such thread, and the bell and the words are its parent's too.
@@ -217,6 +222,9 @@ class Worker:
             os.eventfd_write(self._bell, 1)
             self._thread.join()
             self._words.closed(_CLOSED)
+            # Of a daemon that did not answer no word is waited for any more. Where no byte moves,
+            # its pages need not wait for the end of this process.
+            is_quiet = is_quiet or self.movers.close(_CLOSED, UNHEARD_WITHIN_S)
         self._pools.close()
         self._attachment.close(says_leave=is_quiet)
         os.close(self._bell)

@@ -17,8 +17,10 @@ import torch
 from msgspec.structs import replace
 from numpy.lib.stride_tricks import as_strided
 
+import kvd.client.worker
 from kvd.client import Code, KvdError, LayerMemory
 from kvd.client.mover import host_lane
+from kvd.client.mover.blocks import _BlockUses
 from kvd.client.mover.pending_copy import CopyState
 from kvd.core.layout.shards import tp_shards
 from kvd.core.layout.spec import (
@@ -383,6 +385,11 @@ def test_what_is_no_page_of_this_pool_is_refused_with_the_numbers(
         ({0: _Described({"typestr": 5})}, Code.BAD_REQUEST, "does not say where it lies"),
         ({0: LayerMemory("a", (20, 64), (64, 1), 1)}, Code.BAD_REQUEST, "are ints"),
         ({0: LayerMemory(4096, (20, 1.5), (64, 1), 1)}, Code.BAD_REQUEST, "are ints"),
+        ({0: LayerMemory(0, (20, 64), (64, 1), 1)}, Code.BAD_REQUEST, "no memory is there"),
+        ({0: LayerMemory(-5, (20, 64), (64, 1), 1)}, Code.BAD_REQUEST, "no memory is there"),
+        ({0: LayerMemory(2**64, (20, 64), (64, 1), 1)}, Code.BAD_REQUEST, "no memory is there"),
+        ({0: LayerMemory(2**64 - 1280, (21, 64), (64, 1), 1)}, Code.BAD_REQUEST, "no memory"),
+        ({0: LayerMemory(4096, (20, 64), (2**62, 1), 1)}, Code.BAD_REQUEST, "no memory is there"),
     ],
 )
 def test_what_is_no_memory_is_refused_with_what_it_is(
@@ -539,6 +546,10 @@ def test_numbers_that_cannot_be_are_refused_at_once(
         lambda engine, key: engine.blocks.begin_save(key, {"kv": [1]}),
         lambda engine, key: engine.save([1], [1], first_page=-1),
         lambda engine, key: engine.save([1], [1], first_page=1.5),
+        lambda engine, key: engine.save([1], [1], first_page={"KV": 4}),
+        lambda engine, key: engine.blocks.begin_load(
+            key, {"kv": [1]}, pages={"kv": [1], "other": [1]}
+        ),
         lambda engine, key: engine.blocks.begin_save(key, {"kv": []}, pages={"kv": []}),
         lambda engine, key: engine.blocks.begin_save(key, {}, pages={}),
         lambda engine, key: engine.save([1], [1], upto_tokens="a"),
@@ -626,6 +637,35 @@ def test_it_is_over_when_the_daemon_has_counted_it(engine: Engine) -> None:
     save.result(5)
 
 
+def test_a_block_is_the_engines_again_when_its_order_says_safe(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no later, whether or not the daemon has counted the save yet."""
+    orders: list[PendingCopy] = []
+    safe_before: list[bool] = []
+    give_back = _BlockUses.give_back
+
+    def gives_back(uses: _BlockUses, blocks: NDArray[np.int64], *, is_written: bool) -> None:
+        safe_before.append(orders[-1].safe())
+        give_back(uses, blocks, is_written=is_written)
+
+    monkeypatch.setattr(_BlockUses, "give_back", gives_back)
+    engine.daemon.hold()
+    orders.append(engine.save([3], [5]))
+    engine.daemon.refuse = lambda word: engine.daemon.hold()  # type: ignore[func-returns-value]
+    engine.daemon.answer()
+    engine.daemon.until(lambda: len(engine.daemon.said) == 2)
+    save = orders[0]
+    assert save.safe()
+    assert not save.is_over
+    orders.append(engine.load([3], [9]))
+    engine.daemon.refuse = lambda _: None
+    engine.daemon.answer()
+    for order in orders:
+        order.result(5)
+    assert safe_before == [False, False]
+
+
 def test_a_daemon_that_refuses_the_end_does_not_count_it(engine: Engine) -> None:
     why = Refusal(Code.WRONG_STATE, "lease 1 was retracted meanwhile", side="daemon")
     engine.daemon.refuse = lambda word: why if isinstance(word, CopyEnds) else None
@@ -706,12 +746,37 @@ def test_a_worker_leaves_when_its_copies_are_over(engine: Engine) -> None:
         engine.save([4], [6])
 
 
+def test_a_worker_whose_daemon_does_not_answer_leaves_where_nothing_moves(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its pages would be held until this process has ended, which may be never."""
+    monkeypatch.setattr(kvd.client.worker, "CLOSE_WITHIN_S", 0.05)
+    engine.daemon.hold()
+    order = engine.save([3], [5])
+    engine.daemon.until(lambda: engine.daemon.said)
+    engine.daemon.worker.close()
+    ends(order, Code.UNREACHABLE, "closed")
+    assert order.safe()
+    engine.daemon.until(lambda: isinstance(engine.daemon.said[-1], Leave))
+
+
+async def _awaited(order: PendingCopy) -> None:
+    await order
+
+
 def test_a_forked_child_orders_nothing(engine: Engine) -> None:
     engine.save([3], [5]).result(5)
+    engine.daemon.hold()
+    under_way = engine.save([7], [8])
+    engine.daemon.until(lambda: len(engine.daemon.said) == 3)
     said = len(engine.daemon.said)
     pid = os.fork()
     if not pid:
         for verb in (
+            under_way.poll,
+            under_way.result,
+            under_way.cancel,
+            lambda: asyncio.run(_awaited(under_way)),
             lambda: engine.save([4], [6]),
             engine.blocks.mark,
             lambda: engine.daemon.worker.blocks(
@@ -725,9 +790,12 @@ def test_a_forked_child_orders_nothing(engine: Engine) -> None:
                     os._exit(1)
             else:
                 os._exit(2)
-        os._exit(0)
+        engine.blocks.close()
+        os._exit(3 if under_way.safe() else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert len(engine.daemon.said) == said
+    engine.daemon.answer()
+    under_way.result(5)
     engine.save([4], [6]).result(5)
 
 

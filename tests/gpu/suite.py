@@ -115,6 +115,8 @@ def read_report(what: str, junit: str) -> BenchmarkResult:
 def demo(setting: Setting) -> BenchmarkResult:
     """Engines that compute on the device, their KV copied to and from pools in host memory."""
     device = setting.of("cuda:0", "cpu")
+    if not setting.is_rehearsal:
+        device_runtime()
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvd-gpu-") as directory:
         file = Path(directory) / "demo.json"

@@ -176,9 +176,7 @@ class EngineBlocks:
         with self._lock:
             self._is_closed = True
             copies = list(self._open)
-        for copy in copies:
-            copy.cancel()
-        self._mover.wait_for(copies)
+        self._mover.give_up(copies)
         self._keep = None
 
     def __enter__(self) -> EngineBlocks:
@@ -232,7 +230,8 @@ class EngineBlocks:
             for part in parts:
                 self._uses[part.table.component].take(part.used, is_written=not to_pages)
             self._open.add(copy)
-        copy.when_over(self._over)
+        copy.when_safe(self._let_go)
+        copy.when_over(self._open.discard)
         try:
             self._mover.order(copy)
         except KvdError as error:
@@ -250,9 +249,11 @@ class EngineBlocks:
         to_pages: bool,
     ) -> list[OrderPart]:
         """By component, the first of the pool first: what a save has written is counted in that."""
-        _require_map(blocks, "blocks")
+        _require_map(blocks, "blocks", self._tables)
         if pages is not None:
-            _require_map(pages, "pages")
+            _require_map(pages, "pages", self._ranks)
+        if isinstance(first_page, Mapping):
+            _require_map(first_page, "first_page", self._ranks)
         parts = [
             self._part(lease, name, numbers, pages, first_page, to_pages=to_pages)
             for name, numbers in blocks.items()
@@ -270,11 +271,14 @@ class EngineBlocks:
         *,
         to_pages: bool,
     ) -> OrderPart:
-        table = self._tables.get(name)
-        if table is None:
-            raise _bad(f"no blocks of {name!r} were given, there are: {', '.join(self._tables)}")
+        table = self._tables[name]
         own = first_page.get(name, 0) if isinstance(first_page, Mapping) else first_page
         first = whole(own, "first_page")
+        if not 0 <= first < table.n_pages:
+            raise _bad(
+                f"first_page is {first}: it is counted from the first page of the lease, of a pool "
+                f"of {table.n_pages}"
+            )
         if name in self._grouped:
             found = _rows(numbers, table, self._uses[name].n_blocks)
         else:
@@ -288,11 +292,6 @@ class EngineBlocks:
             given = lease.pages_of(name)[first : first + wanted]
         page_numbers = _numbers(given, "page", table.n_pages, first=1)
         _check_lengths(table, found, page_numbers)
-        if not 0 <= first < table.n_pages:
-            raise _bad(
-                f"first_page is {first}: it is counted from the first page of the lease, of a pool "
-                f"of {table.n_pages}"
-            )
         if to_pages:
             _check_once(page_numbers, "pages that are written")
         page_sum = pages_sum(page_numbers.astype("<i4").tobytes())
@@ -300,11 +299,8 @@ class EngineBlocks:
         _check_once(part.used, "blocks")
         return part
 
-    def _over(self, copy: PendingCopy) -> None:
-        if not copy.safe():
-            return  # in doubt: nobody can tell that its blocks are not used any more
+    def _let_go(self, copy: PendingCopy) -> None:
         with self._lock:
-            self._open.discard(copy)
             for part in copy.parts:
                 uses = self._uses[part.table.component]
                 uses.give_back(part.used, is_written=not copy.to_pages)
@@ -328,9 +324,11 @@ def _key_of(lease: LeaseKey | HasPages) -> LeaseKey:
     )
 
 
-def _require_map(given: object, name: str) -> None:
+def _require_map(given: object, name: str, known: Mapping[str, object]) -> None:
     if not isinstance(given, Mapping):
         raise _bad(f"{name} is {given!r:.100}: give numbers by component, such as {{'kv': [1, 2]}}")
+    if wrong := [part for part in given if part not in known]:
+        raise _bad(f"{name} has {wrong!r:.100}: of components there are {', '.join(known)} here")
 
 
 class _BlockUses:

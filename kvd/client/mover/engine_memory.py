@@ -129,6 +129,7 @@ class _Dlpack(ctypes.Structure):
 
 DLPACK_DEVICES: Final = {1: HOST, 3: HOST, 2: "cuda", 13: "cuda"}
 """kDLCPU and kDLCUDAHost; kDLCUDA and kDLCUDAManaged."""
+_ADDRESSES: Final = 2**64
 _NO_STREAM: Final = -1  # whoever orders a copy gives a mark, so nothing need be waited for
 
 _pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
@@ -185,7 +186,13 @@ def block_layout(name: str, tensor: object) -> BlockLayout:
     device = str(seen.device) if isinstance(seen, NamesDevice) else HOST
     if device.split(":", maxsplit=1)[0] == HOST:
         device = HOST
-    return BlockLayout(seen.data_ptr(), shape[0], dense * width, strides[0] * width, device)
+    layout = BlockLayout(seen.data_ptr(), shape[0], dense * width, strides[0] * width, device)
+    if layout.address <= 0 or layout.end > _ADDRESSES:
+        raise _bad(
+            f"layer {name} lies from {layout.address:#x} to {layout.end:#x}: no memory is there; "
+            "give a tensor whose memory is allocated, and as long as its blocks are used"
+        )
+    return layout
 
 
 def _numbers_of(name: str, seen: TensorView) -> tuple[list[int], list[int], int]:

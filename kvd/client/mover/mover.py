@@ -168,7 +168,7 @@ class Mover:
         """
         with self._lock:
             self.require_alive()
-            copy.begun(self._bell.ring)
+            copy.begun(self._bell.ring, self._words.require_own)
             if self._is_asked_at_once(copy):
                 return
             self._new.append(copy)
@@ -194,12 +194,16 @@ class Mover:
                 self._bell.ring()
         return True
 
-    def wait_for(self, copies: Sequence[PendingCopy], within_s: float = CLOSE_WITHIN_S) -> None:
-        """Return when they are over.
+    def give_up(self, copies: Sequence[PendingCopy], within_s: float = CLOSE_WITHIN_S) -> None:
+        """Cancel them, and return when they are over; a forked child has none to wait for.
 
         Raises:
             KvdError: ``wrong-state`` for one that is not by then, or of which nobody can tell.
         """
+        if not self._words.is_own:
+            return
+        for copy in copies:
+            copy.cancel()
         end_s = time.monotonic() + within_s
         for copy in copies:
             with contextlib.suppress(KvdError):
@@ -423,7 +427,7 @@ class Mover:
         for moving in done:
             self._moving.remove(moving)
             moving.copy.moved_s = time.monotonic() - (moving.began_s or time.monotonic())
-            moving.copy.state = CopyState.ENDING
+            moving.copy.landed()
             self._unsaid.append(moving)
         return is_busy or bool(done)
 

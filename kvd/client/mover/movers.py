@@ -91,11 +91,11 @@ class Movers:
         """Why nobody can tell whether a copy of this process still moves; None while none does."""
         return next((mover.doubt for mover in list(self._movers.values()) if mover.doubt), None)
 
-    def close(self, why: Refusal) -> bool:
+    def close(self, why: Refusal, within_s: float) -> bool:
         """End what does not move, wait for what does; whether nothing is left of it."""
         with self._lock:
             movers = list(self._movers.values())
-        ended = [mover.close(why) for mover in movers]
+        ended = [mover.close(why, within_s) for mover in movers]
         return all(ended)
 
     def _mover(self, device: str, threads: int) -> Mover:

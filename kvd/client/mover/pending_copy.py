@@ -124,6 +124,8 @@ class PendingCopy:
         self.waited_s = self.mark_s = 0.0
         self.moved_s = 0.0
         self._ring: Callable[[], object] | None = None
+        self._require_own: Callable[[], object] | None = None
+        self._let_go: Callable[[PendingCopy], object] | None = None
         self._tell: Callable[[PendingCopy], object] | None = None
         self._lock = threading.Lock()
         self._over: threading.Event | None = None
@@ -148,9 +150,11 @@ class PendingCopy:
         Raises:
             KvdError: it does not: ``cancelled``; ``deadline`` for a mark that did not come;
                 ``unreachable`` where the daemon ended or was restarted meanwhile; ``post-failed``
-                where a device or the kernel failed; what the daemon refused it for.
+                where a device or the kernel failed; what the daemon refused it for; ``wrong-state``
+                in a forked child, which never hears how it ends.
         """
         if not self.is_over:
+            self._require_news()
             return False
         if self.refusal is not None:
             raise KvdError(self.refusal)
@@ -163,6 +167,7 @@ class PendingCopy:
             KvdError: as ``poll``; ``deadline`` after that time, and it goes on.
         """
         if not self.is_over:
+            self._require_news()
             with self._lock:
                 self._over = self._over or threading.Event()
                 over = self._over
@@ -181,37 +186,64 @@ class PendingCopy:
 
         Wait for ``safe`` before its blocks are another's. It ends with ``cancelled``, unless all of
         it is done by then.
+
+        Raises:
+            KvdError: ``wrong-state`` in a forked child, whose order it is not.
         """
         if self.is_over:
             return False
+        self._require_news()
         self.is_cancelled = True
         if self._ring is not None:
             self._ring()
         return True
 
-    def begun(self, ring: Callable[[], object]) -> None:
-        """Somebody sees it through, who is woken by ``ring``."""
-        self._ring = ring
+    def begun(self, ring: Callable[[], object], require_own: Callable[[], object]) -> None:
+        """Somebody sees it through, who is woken by ``ring``; not in a child of this process."""
+        self._ring, self._require_own = ring, require_own
+
+    def when_safe(self, let_go: Callable[[PendingCopy], object]) -> None:
+        """Call ``let_go`` once, right before ``safe`` says so; set before it is begun."""
+        self._let_go = let_go
 
     def when_over(self, tell: Callable[[PendingCopy], object]) -> None:
-        """Call ``tell`` before anybody else hears that it is over; set before it is begun."""
+        """Call ``tell`` once it is over and not in doubt, before whoever waits goes on."""
         self._tell = tell
+
+    def landed(self) -> None:
+        """No byte of it moves any more, and the daemon is to hear so; as ``end``."""
+        self._is_safe_now()
+        self.state = CopyState.ENDING
 
     def end(self, refusal: Refusal | None, *, is_doubted: bool = False) -> None:
         """It is over; only by who sees it through, once."""
         self.refusal = refusal
         self.after = None
+        if not is_doubted:
+            self._is_safe_now()
         with self._lock:
             self.state = CopyState.DOUBT if is_doubted else CopyState.OVER
             over, wakes, self._wakes = self._over, self._wakes, []
-        if self._tell is not None:
+        if self._tell is not None and not is_doubted:
             self._tell(self)
         if over is not None:
             over.set()
         for wake in wakes:
             wake()
 
+    def _is_safe_now(self) -> None:
+        # Before the state says it: who reads that may order the next copy of the same blocks.
+        let_go, self._let_go = self._let_go, None
+        if let_go is not None:
+            let_go(self)
+
+    def _require_news(self) -> None:
+        if self._require_own is not None:
+            self._require_own()
+
     async def _arrived(self) -> None:
+        if not self.is_over:
+            self._require_news()
         loop = asyncio.get_running_loop()
         arrived: asyncio.Future[None] = loop.create_future()
         wake = functools.partial(_call_soon, loop, arrived)
