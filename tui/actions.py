@@ -97,16 +97,17 @@ def sort_by(app: KvdTui, column: str) -> None:
 
 
 def name_of(request: NodeRequest) -> str:
-    """A verb as an operator types it."""
+    """A verb as an operator types it, and why."""
     match request:
         case admin.Flush(mode=mode):
             return "flush" if mode == "unlocked" else f"flush {mode}"
         case admin.Evict(pages=pages):
             return f"evict {pages}"
         case admin.AbortRoom(room=room, reason=reason):
-            return f"abort room {room} {reason}".rstrip()
+            return f"abort room {room}: {reason}".removesuffix(": ")
         case admin.Drain(why=words) | admin.RaiseEpoch(namespace=words):
-            return f"{request.__struct_config__.tag} {words}".rstrip()
+            colon = ":" * isinstance(request, admin.Drain)
+            return f"{request.__struct_config__.tag}{colon} {words}".rstrip(": ")
         case admin.Fence() | admin.Undrain() | admin.Audit() | admin.Pin() | admin.Unpin():
             return type(request).__name__.lower()
         case admin.Record():

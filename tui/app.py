@@ -168,7 +168,6 @@ class KvdTui(App[None], inherit_bindings=False):
             "c",
             "compare",
             "compare",
-            show=False,
             tooltip="with a minute ago; again: ten; again: with now, as it goes on; again: no more",
         ),
         Binding("t", "charts", "time", show=False, tooltip="charts of two minutes, or of fifteen"),

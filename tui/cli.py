@@ -43,7 +43,9 @@ DEFAULT_SIZE = "132x40"
     show_default=True,
     help="Frames a second, if the daemon and the terminal keep up.",
 )
-@click.option("--theme", default="textual-dark", show_default=True, help="Colours; T changes them.")
+@click.option(
+    "--theme", default="textual-dark", show_default=True, help="Colours; Ctrl+T changes them."
+)
 @click.option(
     "--screen",
     type=click.Choice((*PAGES, *FACES)),

@@ -448,11 +448,11 @@ def draining(context: Context) -> Iterator[Concern]:
             severity=LOW,
             kind="draining",
             subject="",
-            evidence=f"{drainer.words()}: {len(receives)} receives and {len(sends)} sends "
-            "under way",
+            evidence=f"{drainer.words()}: {counted(len(receives), 'receive')} and "
+            f"{counted(len(sends), 'send')} under way",
             since_s=drainer.drain.since_s,
             rule="a node serves; one that drains refuses every new lease, receive and send",
-            action="kvd undrain serves again, unless it is stopping",
+            action="undrain",
         )
 
 

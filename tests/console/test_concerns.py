@@ -505,10 +505,11 @@ def test_a_node_that_drains_is_told_until_it_serves_again():
     stage = Stage(world.d)
     world.d.ask(admin.Drain(1, "root", "new switch"))
     found = only(stage)
-    assert (found.severity, found.kind, found.since_s, found.evidence) == (
+    assert (found.severity, found.kind, found.since_s, found.action, found.evidence) == (
         "low",
         "draining",
         world.now_s,
+        "undrain",
         "d has been drained for 0.0 s by root (new switch): 0 receives and 0 sends under way",
     )
 

@@ -370,7 +370,7 @@ async def test_help_and_the_way_out_are_named_however_narrow_it_is():
         assert text_of(app).splitlines()[-1].rstrip() == "⏎ open / filter : command ? help q quit"
         await pilot.resize_terminal(132, 40)
         await settle(app, pilot)
-        assert text_of(app).splitlines()[-1].endswith("space freeze ? help q quit")
+        assert text_of(app).splitlines()[-1].endswith("space freeze c compare ? help q quit")
 
 
 async def test_the_palette_has_the_keys_and_the_commands():

@@ -6,7 +6,7 @@ import re
 
 from kvd.core import inputs
 from kvd.core.audit.audit import EVERY_S
-from kvd.wire.admin import Audit, Rehearse
+from kvd.wire.admin import Audit, Drain, Rehearse
 from tests.tui.staged import LARGE, Stage, staged
 from tui.screens.overview import Ledger
 from tui.widgets.problems import ProblemCards
@@ -82,13 +82,16 @@ async def test_x_puts_the_proposed_command_into_the_bar_and_enter_does_it():
         assert (stage.app.page.NAME, stage.app.card.ref) == ("handoffs", subject)
 
 
-async def test_what_changes_something_is_rehearsed_and_asked_as_always(monkeypatch):
-    async with staged("overview", "leak") as stage:
-        facts = stage.app.page.problems.named_row()
-        monkeypatch.setattr(type(facts), "text", lambda _, name: "fence" * (name == "action"))
+async def test_what_changes_something_is_rehearsed_and_asked_as_always():
+    drain = Drain(0, "root", "new switch")
+    async with staged("overview", "empty", prepare=lambda link: link.answer(drain)) as stage:
+        assert "press x: undrain" in stage.text
         await stage.press("x", "enter")
         assert any(isinstance(one, Rehearse) for one in stage.asked)
         assert "What would come of it now" in stage.text
+        await stage.press("y", "escape")
+        await stage.pass_time(2.0)
+        assert "draining" not in stage.text
 
 
 async def test_what_is_to_be_done_on_the_node_is_copied():

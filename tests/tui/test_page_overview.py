@@ -144,18 +144,20 @@ def test_sources_are_of_the_last_minute_else_of_all_that_was():
     before = Sources(1000, 0, 0, 0, 0, 0, 0)
     rates.take(vitals(100.0, sources=before))
     rates.take(vitals(110.0, sources=before))
-    panel.make(picture(110.0, before), rates, None, 90)
+    panel.make(picture(110.0, before), rates, None, 90, 6)
     text = ["".join(span.text for span in line) for line in panel._made]
     assert text[0].startswith("─ where tokens came from since it began, none in the last 10s ─")
     after = msgspec.structs.replace(before, cached=1300, received=100, new=70, evicted=30)
     rates.take(vitals(120.0, sources=after))
-    count = panel.make(picture(120.0, after), rates, None, 90)
+    count = panel.make(picture(120.0, after), rates, None, 90, 6)
     text = ["".join(span.text for span in line).rstrip() for line in panel._made]
     assert len(text) == count
     assert text[0].startswith("─ where tokens came from last 20s ─")
     assert text[2] == "  c cached 300 60%  p from a peer 100 20%  s saved 0 0%  x computed 100 20%"
     assert text[4].startswith("  n never seen 70 70%  e evicted 30 30%  l lost on its way 0 0%")
-    panel.make(picture(110.0, before), rates, 110.0, 90)
+    assert panel.make(picture(120.0, after), rates, None, 90, 4) == 3
+    assert "computed because" not in "".join(span.text for line in panel._made for span in line)
+    panel.make(picture(110.0, before), rates, 110.0, 90, 6)
     assert "since it began" in "".join(span.text for span in panel._made[0])
 
 
@@ -165,7 +167,7 @@ def test_each_tier_says_what_came_from_it_and_who_waits():
     told |= {"waiting": 1, "waiting_since": 108.0, "objects": 7, "capacity_objects": 20}
     row = TableRow("tier:disk", tuple(told.get(column.name) for column in columns))
     data = TableData(TIERS, columns, (row.key,), {row.key: row}, 1, 1, 110.0, 1)
-    panel.make(picture(110.0, Sources(1), {TIERS: data}), NodeRates(), None, 120)
+    panel.make(picture(110.0, Sources(1), {TIERS: data}), NodeRates(), None, 120, 9)
     assert "".join(span.text for span in panel._made[-1]).rstrip() == (
         "  tier disk serving, 1 wait, for 2.0s  4000 tokens read, 0 in 1m  "
         "2 of 3 waits got pages  7 of 20 pages there"

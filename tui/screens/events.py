@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from tui.model.snapshots import DaemonSnapshot
 
 
+CLOCK_FROM_COLUMNS = 60
+"""Where there are fewer, what happened needs them more than the clock."""
 THERE_S = 1.0
 """How often the daemon at the other end of a room is asked, through ours."""
 
@@ -307,9 +309,9 @@ class EventLogView(Canvas):
 
     def _line(self, entry: Entry, width: int, *, is_chosen: bool) -> Line:
         told = self._told(entry)
-        ago = age(self._now_s - entry.at_s)
-        clock = console(self).time_of_day(entry.at_s, is_fine=True)
-        when = f"{spans.right(ago, AGE_COLUMNS)}  {clock}"
+        when = spans.right(age(self._now_s - entry.at_s), AGE_COLUMNS)
+        if width >= CLOCK_FROM_COLUMNS:
+            when += f"  {console(self).time_of_day(entry.at_s, is_fine=True)}"
         made = (
             Styled("▸ ", "key") if is_chosen else Styled("  ", "dim"),
             Styled(when, "dim"),

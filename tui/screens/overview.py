@@ -143,7 +143,7 @@ class OverviewPage(Page):
             self.activate(self.problems)
 
         has_charts = is_wide and height >= CHARTS_FROM_LINES
-        source_lines = sources.make(snapshot, rates, end_s, panel)
+        source_lines = sources.make(snapshot, rates, end_s, panel, room - pool_lines)
         left = pool_lines + (source_lines if room >= pool_lines + source_lines else 0)
         charts = self.query_one(Charts)
         charts.display = has_charts
@@ -388,9 +388,9 @@ class SourceBar(Canvas):
         self._read = RowRates("read_tokens", MINUTE_S)
 
     def make(
-        self, snapshot: DaemonSnapshot, rates: NodeRates, end_s: float | None, width: int
+        self, snapshot: DaemonSnapshot, rates: NodeRates, end_s: float | None, width: int, room: int
     ) -> int:
-        """Make the lines for this width; how many they are."""
+        """Make the lines for this width; how many they are. Short of room none says why."""
         assert snapshot.vitals is not None
         total = snapshot.vitals.sources
         names = [f"from_{name}" for name in Sources.__struct_fields__]
@@ -400,12 +400,15 @@ class SourceBar(Canvas):
         if not any(grown):
             tokens, when = total, f"since it began, none in the {when}"
         title = (Styled("where tokens came from ", "head"), Styled(when, "dim"))
-        self._made = [spans.headed(title, width - 1), *_source_lines(tokens, width - 3)]
+        came, because = _source_lines(tokens, width - 3)
+        self._made = [spans.headed(title, width - 1), *came, *because]
         tiers = snapshot.table(TIERS)
         if tiers is not None:
             self._read.take(tiers)
             found = [named_row_of(tiers, key) for key in tiers.order]
             self._made += [self._tier(row, width) for row in found if row is not None]
+        if len(self._made) > room:
+            del self._made[1 + len(came) : 1 + len(came) + len(because)]
         return len(self._made)
 
     def show(self) -> None:
@@ -440,11 +443,14 @@ class SourceBar(Canvas):
         )
 
 
-def _source_lines(tokens: Sources, width: int) -> list[Line]:
+def _source_lines(tokens: Sources, width: int) -> tuple[list[Line], list[Line]]:
+    """Where they came from, and why those that were computed were."""
     parts, missed = bars.sources(tokens), bars.misses(tokens)
     if not any(msgspec.structs.astuple(tokens)):
-        return [spans.line("  no prompt has come yet", "dim")]
-    made = [bars.stacked(parts, width), *bars.key(parts, width)]
+        return [spans.line("  no prompt has come yet", "dim")], []
+    came = [bars.stacked(parts, width), *bars.key(parts, width)]
+    because: list[Line] = []
     if any(part.size for part in missed):
-        made += [(Styled("computed because", "dim"),), *bars.key(missed, width)]
-    return [(Styled("  "), *line) for line in made]
+        because = [(Styled("computed because", "dim"),), *bars.key(missed, width)]
+    came, because = ([(Styled("  "), *line) for line in lines] for lines in (came, because))
+    return came, because
