@@ -30,8 +30,12 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 def plain_facts(node: NodeView, table: StateTable[T, S], row: T) -> list[str]:
-    """What the schema has of it and no sentence here speaks of: each as it is named."""
-    return [f"{field.column}: {field.get(node, row)}" for field in table.plain]
+    """What the schema has of it and no sentence here speaks of: each as it is named.
+
+    An empty word says nothing: an engine that has not told what it is has no kind.
+    """
+    values = [(field.column, field.get(node, row)) for field in table.plain]
+    return [f"{column}: {value}" for column, value in values if value != ""]
 
 
 def lease_refs(leases: Iterable[LeaseRecord]) -> list[str]:
