@@ -16,7 +16,7 @@ from kvd.client import Code, KvdError, connect_sync
 
 if TYPE_CHECKING:
     import logging
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from kvd.client import SyncNode
 
@@ -64,6 +64,7 @@ class ConnectorSession(Generic[F]):
         name: what tables call this process.
         kind: what engine it is, and of which version.
         fit: what the pool of a session is for this engine; it raises ``layout-mismatch``.
+        expects: as in ``kvd.client.connect``.
         logger: where it is told.
         without: what the engine does while there is none, as in "computing without kvd".
     """
@@ -77,9 +78,10 @@ class ConnectorSession(Generic[F]):
         fit: Callable[[SyncNode], F],
         logger: logging.Logger,
         without: str,
+        expects: Mapping[str, str | int] | None = None,
     ) -> None:
         self._endpoint, self._name, self._kind, self._make_fit = endpoint, name, kind, fit
-        self._logger, self._without = logger, without
+        self._logger, self._without, self._expects = logger, without, expects
         self._node: SyncNode | None = None
         self.fit: F | None = None
         """Of the session that there is."""
@@ -102,7 +104,7 @@ class ConnectorSession(Generic[F]):
         except KvdError as error:
             if error.code == Code.LAYOUT_MISMATCH.value:
                 raise
-            self._failed(error)
+            self.failed(error)
 
     def close(self) -> None:
         """Leave; repeatable."""
@@ -133,7 +135,7 @@ class ConnectorSession(Generic[F]):
         try:
             yield
         except KvdError as error:
-            self._failed(error)
+            self.failed(error)
         except Unserved as error:
             self.why_away = str(error)
         except BROKEN as error:
@@ -160,6 +162,7 @@ class ConnectorSession(Generic[F]):
             kind=self._kind,
             within_s=within_s,
             on_unreachable="miss",
+            expects=self._expects,
         )
         try:
             fit = self._make_fit(node)
@@ -168,7 +171,8 @@ class ConnectorSession(Generic[F]):
             raise
         self._node, self.fit = node, fit
 
-    def _failed(self, error: KvdError) -> None:
+    def failed(self, error: KvdError) -> None:
+        """What was asked is not had, and why: whether the daemon is asked again, and when."""
         if is_short(error):
             # It is there, and has no room: a pool for what is usual is the user's to give.
             self.why_away = str(error)

@@ -13,11 +13,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from typing import TYPE_CHECKING, Final
 
-from kvd.client import Code, KvdError, connect_sync
+from kvd.client import Code, KvdError
 from kvd.client.mapping import bytes_per_page
+from kvd.connectors.daemon_link import AGAIN_WITHIN_S, BROKEN, ConnectorSession, Unserved
 from kvd.connectors.sglang.host_pages import LEAST_PAGE_TOKENS, UnfitHostPool
 from kvd.errors import Refusal
 
@@ -30,29 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvd.connectors.sglang")
 
-OPEN_WITHIN_S: Final = 1.0
-"""The first session is waited for so long."""
-
-AGAIN_WITHIN_S: Final = 0.25
-"""Every later one, and each answer that no deadline of its own has."""
-
 TIER_WITHIN_S: Final = 0.2
 """Pages in a tier below the pool are waited for half as long."""
-
-RETRY_S: Final = 1.0
-"""A daemon that is not there is looked for so often."""
-
-SILENT_S: Final = 5.0
-"""One that has not answered in time is not asked for so long."""
-
-UNFIT_S: Final = 60.0
-"""A pool that does not fit is looked at so often: it changes with its daemon's configuration."""
-
-SHORT: Final = frozenset({Code.NO_ROOM.value, Code.TOO_LARGE.value})
-"""Of these the daemon has no pages for what was asked."""
-
-BROKEN: Final = (OSError, ValueError, RuntimeError)
-"""What sockets raise that were closed under a call."""
 
 
 class StorageSession:
@@ -124,14 +103,14 @@ class StorageLink:
     ) -> None:
         self._name, self._options, self._why_over = name, options, why_over
         self._lock = threading.RLock()
-        self._session: StorageSession | None = None
-        self._first: HostPages | None = None
-        self._not_before_s = 0.0
-        self._said = ""
-        self._partly: set[str] = set()
+        self._session: ConnectorSession[StorageSession] | None = None
         self._is_closed = False
-        self.why_away = ""
+        self._unfit: set[str] = set()
+
+    @property
+    def why_away(self) -> str:
         """Why nothing was had of the daemon the last time; empty: it was."""
+        return "" if self._session is None else self._session.why_away
 
     def open(self, pages: HostPages) -> None:
         """Open the first session for these pages, if there is a daemon.
@@ -139,37 +118,67 @@ class StorageLink:
         Raises:
             KvdError: ``layout-mismatch``: its pool is not for them.
         """
+        expects: dict[str, str | int] = {"family": "raw"}
+        if pages.page_size >= LEAST_PAGE_TOKENS:
+            expects["page_size"] = pages.page_size
         with self._lock:
-            self._first = pages
+            self._session = ConnectorSession(
+                self._options.endpoint or None,
+                name=self._name,
+                kind="sglang",
+                fit=lambda node: self._fit(node, pages),
+                expects=expects,
+                logger=logger,
+                without="pages are neither found nor stored",
+            )
             try:
-                self._connect(OPEN_WITHIN_S)
+                self._session.open()
             except KvdError as error:
-                if error.code == Code.LAYOUT_MISMATCH.value:
-                    raise
-                self._failed(error)
+                raise _with_section(error, pages) from None
+
+    def _fit(self, node: SyncNode, pages: HostPages) -> StorageSession:
+        options = self._options
+        session = StorageSession(node, node.pool(options.pool), threads=options.copy_threads)
+        try:
+            session.blocks(pages)
+        except UnfitHostPool as error:
+            raise KvdError(Refusal(Code.LAYOUT_MISMATCH, str(error), side="client")) from None
+        return session
 
     def close(self) -> None:
         """Leave; repeatable."""
         with self._lock:
             self._is_closed = True
-            self._leave()
+            if self._session is not None:
+                self._session.close()
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[StorageSession | None]:
         """The turn in the session, if there is one; what goes wrong is told, and ends here."""
         with self._lock:
-            here = None
-            with self._told_of():
-                here = self._here()
-            with self._told_of():
-                yield here
-                if here is not None:
-                    self._heard()
+            self._end_if_over()
+            if self._session is None or self._is_closed:
+                yield None
+                return
+            with self._session.asked() as here:
+                try:
+                    yield None if here is None else here[1]
+                except UnfitHostPool as error:
+                    # One that lies beside others, which fit: those are served.
+                    self._told_unfit(str(error))
+                    raise Unserved(str(error)) from None
+
+    def _end_if_over(self) -> None:
+        why = "" if self._is_closed else self._why_over()
+        if why:
+            self.close()
+            logger.warning("kvd: pages are neither found nor stored: %s", why)
 
     def lost(self, error: KvdError) -> None:
         """A copy was not made, and why; for whoever has not the turn."""
         with self._lock:
-            self._failed(error)
+            if self._session is not None:
+                self._session.failed(error)
 
     def left(self, leases: Sequence[SyncLease], *, is_saved: bool = False) -> None:
         """Give leases back, whatever has become of their session."""
@@ -178,103 +187,15 @@ class StorageLink:
                 with contextlib.suppress(KvdError, *BROKEN):
                     lease.leave(() if is_saved else None)
 
-    @contextlib.contextmanager
-    def _told_of(self) -> Iterator[None]:
-        try:
-            yield
-        except KvdError as error:
-            self._failed(error)
-        except UnfitHostPool as error:
-            # One that lies beside others, which fit: those are served.
-            self._told_once(str(error))
-        except BROKEN as error:
-            self._leave()
-            self._told(f"the session with the daemon broke: {error}")
-
-    def _here(self) -> StorageSession | None:
-        why = self._why_over()
-        if why and not self._is_closed:
-            self.close()
-            self._told(why)
-        if self._is_closed or time.monotonic() < self._not_before_s:
-            return None
-        if self._session is not None and self._session.node.end is not None:
-            self._leave()
-        if self._session is None and self._first is not None:
-            self._connect(AGAIN_WITHIN_S)
-        if self._session is not None:
-            self.why_away = ""
-        return self._session
-
-    def _connect(self, within_s: float) -> None:
-        assert self._first is not None
-        expects: dict[str, str | int] = {"family": "raw"}
-        if self._first.page_size >= LEAST_PAGE_TOKENS:
-            expects["page_size"] = self._first.page_size
-        try:
-            node = connect_sync(
-                self._options.endpoint or None,
-                name=self._name,
-                kind="sglang",
-                within_s=within_s,
-                on_unreachable="miss",
-                expects=expects,
-            )
-        except KvdError as error:
-            if error.code == Code.LAYOUT_MISMATCH.value:
-                raise self._unfit(str(error)) from None
-            raise
-        try:
-            session = StorageSession(
-                node, node.pool(self._options.pool), threads=self._options.copy_threads
-            )
-            session.blocks(self._first)
-        except UnfitHostPool as error:
-            node.close()
-            raise self._unfit(str(error)) from None
-        except BaseException:
-            node.close()
-            raise
-        self._session = session
-
-    def _unfit(self, why: str) -> KvdError:
-        assert self._first is not None
-        told = f"{why}; a pool for these pages:\n{self._first.section()}"
-        return KvdError(Refusal(Code.LAYOUT_MISMATCH, told, side="client"))
-
-    def _leave(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            with contextlib.suppress(KvdError, *BROKEN):
-                session.node.close()
-
-    def _failed(self, error: KvdError) -> None:
-        if error.code in SHORT:
-            # It is there, and has no room: a pool for what is usual is the user's to give.
-            self._told_once(str(error))
-            return
-        pauses = {Code.DEADLINE.value: SILENT_S, Code.LAYOUT_MISMATCH.value: UNFIT_S}
-        if error.code not in pauses and self._session is not None:
-            self._leave()
-        self._not_before_s = time.monotonic() + pauses.get(error.code, RETRY_S)
-        self._told(str(error))
-
-    def _told_once(self, why: str) -> None:
-        """Of a part of what was asked; once for each kind of it."""
-        self.why_away = why
+    def _told_unfit(self, why: str) -> None:
+        """Once for each host pool."""
         kind = why.partition(":")[0]
-        if kind not in self._partly:
-            self._partly.add(kind)
+        if kind not in self._unfit:
+            self._unfit.add(kind)
             logger.warning("kvd: not everything is stored: %s", why)
 
-    def _heard(self) -> None:
-        if self._said:
-            self._said = ""
-            logger.warning("kvd: the node's pool is used again")
 
-    def _told(self, why: str) -> None:
-        """Once for each kind of it, until the daemon is there again."""
-        self.why_away = why
-        if self._said != why.partition(":")[0]:
-            self._said = why.partition(":")[0]
-            logger.warning("kvd: pages are neither found nor stored: %s", why)
+def _with_section(error: KvdError, pages: HostPages) -> KvdError:
+    """The same, with the pool that would fit."""
+    told = f"{error}; a pool for these pages:\n{pages.section()}"
+    return KvdError(Refusal(Code.LAYOUT_MISMATCH, told, side="client"))

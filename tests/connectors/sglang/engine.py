@@ -21,7 +21,8 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from kvd.connectors.sglang import register, storage_link
+from kvd.connectors import daemon_link
+from kvd.connectors.sglang import register
 from kvd.connectors.sglang.identity import weight_changes
 from kvd.connectors.sglang.page_store import PageStore
 from tests.connectors.sglang.absent import stand_in
@@ -465,7 +466,7 @@ class FaultOnce:
 
 def a_fault(kind, step, socket, pid):
     """SGLang reads and writes on, waits no longer than a bound, and no page is another's."""
-    storage_link.SILENT_S = storage_link.RETRY_S = 0.2
+    daemon_link.SILENT_S = daemon_link.RETRY_S = 0.2
     fault = FaultOnce(kind, step, pid)
     with scheduler(socket) as rank:
         assert rank.write(prompt(6, 1)) == 6
