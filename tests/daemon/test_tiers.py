@@ -7,14 +7,23 @@ import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
 
 from kvd.client import connect_sync as connect
-from kvd.storage.objects import HEAD_BYTES, object_bytes
+from kvd.core.tiers.keys import keys_along, root_key
+from kvd.storage.objects import HEAD_BYTES, LONGEST_NAME, object_bytes
+from kvd.types import ID_BYTES
+from tests.daemon.conftest import findings
 from tests.daemon.kv import PAGE, PAGE_BYTES, SHAPE, digest, tokens_of, write
 from tests.support.daemons import Daemon, two_daemons
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PROMPT_PAGES = 24
 PROMPT_TOKENS = PROMPT_PAGES * PAGE
@@ -39,10 +48,12 @@ def settings(tmp_path, **sets) -> dict[str, str]:
 class Tiered:
     """A daemon with a tier, and prompts that do not fit into its pool."""
 
-    def __init__(self, daemon, tmp_path) -> None:
+    def __init__(self, daemon, tmp_path, pages: int = PROMPT_PAGES, namespace: str = "") -> None:
+        """``pages``: of each prompt."""
         self.directory = tmp_path / "tier"
         self.daemon = daemon
-        self.prompts = [tokens_of(PROMPT_TOKENS, seed) for seed in range(N_PROMPTS)]
+        self.namespace = namespace
+        self.prompts = [tokens_of(pages * PAGE, seed) for seed in range(N_PROMPTS)]
         self.digests: dict[int, str] = {}
 
     def start(self) -> None:
@@ -52,14 +63,14 @@ class Tiered:
     def compute(self, number: int) -> None:
         """Have a prompt cached, as an engine has."""
         with connect(self.daemon.client, name="engine") as node:
-            lease = node.lease(self.prompts[number])
+            lease = node.lease(self.prompts[number], namespace=self.namespace)
             write(node, lease, self.prompts[number])
             self.digests[number] = digest(node, lease.pages)
             lease.release(())
 
-    def fill(self) -> None:
-        """All prompts, one after the other: the pool has only the last ones in the end."""
-        for number in range(N_PROMPTS):
+    def fill(self, prompts: int = N_PROMPTS) -> None:
+        """The first prompts, one after the other: the pool has only the last ones in the end."""
+        for number in range(prompts):
             self.compute(number)
             self.settle()
 
@@ -74,7 +85,7 @@ class Tiered:
     def lease(self, number: int) -> int:
         """How many tokens of a prompt are found; with the rest computed it is what it was."""
         with connect(self.daemon.client, name="reader") as node:
-            lease = node.lease(self.prompts[number])
+            lease = node.lease(self.prompts[number], namespace=self.namespace)
             found = lease.prefix_len
             write(node, lease, self.prompts[number])
             assert digest(node, lease.pages) == self.digests[number]
@@ -84,14 +95,39 @@ class Tiered:
     def match(self, number: int) -> int:
         """What of it is in the pool."""
         with connect(self.daemon.client, name="router") as node:
-            return node.match(self.prompts[number]).tokens
+            return node.match(self.prompts[number], namespace=self.namespace).tokens
 
     def until_found(self, number: int) -> None:
         """Return when all of it is found again."""
         until_s = time.monotonic() + LIMIT_S
-        while self.lease(number) < PROMPT_TOKENS:
+        while self.lease(number) < len(self.prompts[number]):
             assert time.monotonic() < until_s, f"prompt {number} is not found"
             time.sleep(0.1)
+
+    def until(self, is_so, otherwise: str) -> None:
+        self.daemon.wait_for(is_so, otherwise, LIMIT_S)
+
+    @property
+    def tier(self):
+        (state,) = self.daemon.snapshot().tiers
+        return state
+
+    def assert_nothing_is_held(self) -> None:
+        """Nobody has a page, none is in doubt, and an audit finds nothing."""
+        now = self.daemon.snapshot()
+        (pool,) = now.pools
+        assert (now.leases, pool.held_pages, pool.quarantined_pages) == ((), 0, 0)
+        assert findings(self.daemon) == ()
+
+    def object_of(self, number: int, page: int) -> Path:
+        """The file of one page of a prompt."""
+        ((names, layout),) = [
+            (path, path.parent.name) for path in self.directory.glob("*/=*") if path.is_dir()
+        ]
+        before = root_key(bytes.fromhex(layout), unquote(names.name[1:]))
+        keys = keys_along(before, self.prompts[number].tobytes(), PAGE * ID_BYTES)
+        name = keys[page].hex()
+        return names / name[:2] / name
 
     def objects(self):
         """The files of objects, the oldest used first."""
@@ -115,8 +151,9 @@ def make(tmp_path):
     """Makes one that serves."""
     made: list[Tiered] = []
 
-    def one(**sets) -> Tiered:
-        made.append(Tiered(Daemon("solo", tmp_path, settings(tmp_path, **sets)), tmp_path))
+    def one(pages: int = PROMPT_PAGES, namespace: str = "", **sets) -> Tiered:
+        daemon = Daemon("solo", tmp_path, settings(tmp_path, **sets))
+        made.append(Tiered(daemon, tmp_path, pages, namespace))
         made[-1].start()
         return made[-1]
 
@@ -185,6 +222,81 @@ def test_a_storage_process_that_is_killed_costs_hits_and_no_transfer_process(tie
 
     assert tiered.daemon.transfer_pid() == transfer
     assert tiered.daemon.storage_pid() != storage
+
+
+PATIENT = {"tiers.disk.deadline_s": "120", "tiers.disk.wait_s": "120"}
+"""What a test waits for comes of the death of a process, and of no clock of the daemon."""
+
+
+def test_a_storage_process_that_is_killed_within_a_promotion_costs_the_hit(make):
+    """Of 70 pages 64 are in the pool when it stands before a file that nobody opens to write."""
+    tiered = make(100, **PATIENT, **{"pool.pages": "769", "tiers.disk.max_moving": "4MiB"})
+    tiered.fill(9)
+    there, storage = tiered.prompts[0][: 30 * PAGE], tiered.daemon.storage_pid()
+    with connect(tiered.daemon.client, name="engine") as node:
+        lease = node.lease(there, tiers="now")
+        write(node, lease, there)
+        lease.release(())
+    blocking, last_read = tiered.object_of(0, 97), tiered.object_of(0, 93)
+    blocking.unlink()
+    os.mkfifo(blocking)
+    unread_ns = last_read.stat().st_mtime_ns
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(tiered.lease, 0)
+        tiered.until(lambda: last_read.stat().st_mtime_ns > unread_ns, "reads nothing")
+        # Room for what comes back may be made by a demotion meanwhile.
+        held = {lease.reason: lease.held_pages for lease in tiered.daemon.snapshot().leases}
+        assert held["promotion from disk"] == 70
+        assert (tiered.tier.reading, tiered.tier.waiting, found.done()) == (70, 1, False)
+        os.kill(storage, signal.SIGKILL)
+        assert found.result(LIMIT_S) == len(there)
+
+    tiered.assert_nothing_is_held()
+    assert tiered.tier.cut >= 1
+    assert (tiered.tier.hits, tiered.tier.bad) == (0, 0)
+    tiered.until_found(1)
+    assert tiered.daemon.storage_pid() != storage
+    assert not blocking.exists() or blocking.is_file()
+    tiered.assert_nothing_is_held()
+
+
+def test_a_storage_process_that_is_killed_within_a_demotion_loses_nothing(make):
+    """Some of its objects have their names, others are drafts, and one waits for its directory."""
+    tiered = make(namespace="n" * LONGEST_NAME, **PATIENT)
+    tiered.fill(10)
+    (name,) = tiered.directory.glob("*/*/namespace")
+    words = name.read_text()
+    name.unlink()
+    os.mkfifo(name)
+    storage = tiered.daemon.storage_pid()
+
+    tiered.compute(10)
+    tiered.until(lambda: _empty_directories(name.parent), "writes nothing")
+    n_drafts, n_writing = len(list(tiered.directory.glob("*/writing/*"))), tiered.tier.writing
+    assert 0 < n_drafts <= n_writing
+    tiered.compute(11)  # nobody waits for what is being written
+    name.unlink()
+    name.write_text(words)
+    os.kill(storage, signal.SIGKILL)
+
+    tiered.until(lambda: tiered.tier.generation == 2, "there is no next one")
+    assert tiered.tier.cut > 0
+    tiered.settle()
+    for number in (12, 13):
+        tiered.compute(number)
+        tiered.settle()
+    tiered.assert_nothing_is_held()
+    assert not list(tiered.directory.glob("*/writing/*"))
+    assert tiered.tier.evicted_unwritten == 0
+    # What was being written has left the pool since, with what was before and behind it.
+    assert [tiered.match(number) for number in range(4)] == [0] * 4
+    assert [tiered.lease(number) for number in range(4)] == [PROMPT_TOKENS] * 4
+    assert tiered.tier.bad == 0
+
+
+def _empty_directories(above: Path) -> list[Path]:
+    return [path for path in above.iterdir() if path.is_dir() and not any(path.iterdir())]
 
 
 def test_a_storage_process_that_hangs_is_waited_for_and_replaced(tiered):

@@ -14,7 +14,7 @@ import click
 from rich.text import Text
 
 from kvd.cli import render
-from kvd.cli.doctor import devices, host, memory, peers, service, transport
+from kvd.cli.doctor import devices, host, memory, peers, service, tiers, transport
 from kvd.cli.doctor.finding import DoctorFinding, Severity, Subject, good, wrong
 from kvd.cli.exits import VerbFailed
 from kvd.cli.options import with_config, with_format
@@ -33,6 +33,7 @@ CHECKS: tuple[Callable[[Subject], list[DoctorFinding]], ...] = (
     *(host.runtime_directory, host.recordings, host.devices, memory.cuda, host.credentials),
     *(service.interpreter, service.service, service.late_marks, host.addresses, peers.peer_keys),
     *(transport.ucx_environment, transport.tcp_retries, host.direct_copies, transport.binding),
+    *(tiers.disk, tiers.store),
     *(peers.neighbours, transport.self_transfer, devices.device_transfer),
 )
 """What is looked at, in the order in which it is shown: what is asked is said by each function, in
