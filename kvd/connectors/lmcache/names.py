@@ -22,8 +22,8 @@ logger = logging.getLogger("kvd.connectors.lmcache")
 
 MODEL_CHARS: Final = 160
 
-TESTED: Final = ("0.5.6",)
-"""Releases of LMCache that were run, as the how-to says."""
+TESTED: Final = ("0.5.6", "0.5.7")
+"""Releases of LMCache that were run, as the how-to says; of the last one a candidate."""
 
 
 def release_of(version: str) -> str:
