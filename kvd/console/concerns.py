@@ -37,8 +37,8 @@ from kvd.core.audit.rules import INVARIANTS
 from kvd.core.handoff.parts import ReceivePart
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.inspect.rows import waiting_rows
-from kvd.core.inspect.schema import StateField, session_name
-from kvd.core.inspect.words import asked_word, epochs_words
+from kvd.core.inspect.schema import StateField, client_ref
+from kvd.core.inspect.words import asked_word, asker_name, epochs_words
 from kvd.core.peers.peer import Agent, Life
 from kvd.text import amount, counted
 
@@ -139,16 +139,16 @@ def waiting(context: Context) -> Iterator[Concern]:
     for blocked, group in groups.items():
         oldest = min(group, key=lambda row: row.waiter.since_s)
         waiter = oldest.waiter
-        client = f"client:{waiter.claim.session}"
+        asker = client_ref(waiter.claim.session) or f"peer:{asker_name(context.node, waiter)}"
         others = f", and {len(group) - 1} more" if len(group) > 1 else ""
         yield Concern(
             severity=HIGH if _is_late(context, oldest) else MEDIUM,
             kind="waiting",
-            subject=f"receive:{oldest.receive}" if oldest.receive else client,
+            subject=f"receive:{oldest.receive}" if oldest.receive else asker,
             evidence=f"{_asked(context, waiter)} {blocked}{others}",
             since_s=waiter.since_s,
             rule=f"a request is served within {WAITS_S:g} s",
-            action=f"open {client}",
+            action=f"open {asker}",
         )
 
 
@@ -160,7 +160,7 @@ def _is_late(context: Context, row: WaitingRow) -> bool:
 def _asked(context: Context, waiter: Waiter) -> str:
     """``receive of engine for room 7``."""
     claim = waiter.claim
-    who = session_name(context.node, claim.session)
+    who = asker_name(context.node, waiter)
     return f"{asked_word(waiter)} of {who}{f' for room {claim.room}' if claim.room else ''}"
 
 

@@ -123,7 +123,7 @@ class NodeState(NodeParts):
         return {
             Offer: self._offered,
             Abort: self.offers.aborted,
-            Withdrawn: self.offers.withdrawn,
+            Withdrawn: self._withdrawn,
             Closed: self.offers.closed,
             Accept: self.decoder.accepted,
             Progress: self.decoder.progressed,
@@ -288,6 +288,12 @@ class NodeState(NodeParts):
         self.peers.in_one_epoch(peer, key)
         named = structs.replace(message, namespace=key)
         self.pull_source.prefix_asked(peer, named, self.drainer.refusal())
+
+    def _withdrawn(self, peer: Any, message: Withdrawn) -> None:
+        if message.ask:
+            self.pull_source.withdrawn(peer, message.ask)
+        else:
+            self.offers.withdrawn(peer, message)
 
     def _pinged(self, peer: Any, message: Ping) -> None:
         self.peers.pulse.heard(peer, message)

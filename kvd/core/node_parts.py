@@ -125,4 +125,6 @@ class NodeParts:
             settings, payload, leases, peers, self.prefiller, self.kept_rooms, out
         )
         self.offers = OfferReader(settings, payload, peers, self.prefiller, self.kept_rooms, out)
-        self.pull_source = PullSource(settings, leases, self.prefiller, out)
+        self.pull_source = PullSource(
+            settings, leases, admission, self.tiers.promotions, self.prefiller, out
+        )

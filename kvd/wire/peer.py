@@ -254,10 +254,12 @@ class Withdrawn(PeerMessage, frozen=True, tag="withdrawn"):
 
     Not answered where it is acted on: the prefill engine that waits for the Offer of this node
     hears it before its deadline. A room that is open for another node is not touched: Reject.
+    ``ask``: room 0, nobody waits any more for the answer to that ``AskPrefix``.
     """
 
     room: int
     reason: Relayed
+    ask: Counter = 0
 
 
 class Reject(PeerMessage, frozen=True, tag="reject"):

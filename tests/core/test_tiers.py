@@ -10,6 +10,7 @@ from kvd.core.settings import Demotion
 from kvd.errors import Code
 from kvd.wire import admin, client, events
 from kvd.wire.pins import PrefetchPrompt
+from tests.core.engines import Sender
 from tests.core.tiered import DISK, PAGE, TieredWorld, cached, disk, fill, tokens
 from tests.core.world import World
 
@@ -305,6 +306,20 @@ def test_an_offer_counts_what_was_promoted_before_it_goes_out():
     assert (receiving.prefix_tokens, receiving.promoted_tokens) == (128, 128)
     (part,) = d.node.decoder.parts.values()
     assert part.unanswered is None or part.unanswered.decode_prefix_len == 128
+
+
+def test_a_send_has_what_its_lease_has_waited_for():
+    """scenario B9: an engine has no lease to send before the tier has loaded back."""
+    world, d = world_with_evicted()
+    reader = world.p
+    sender = Sender(world, PROMPT, side=d)
+    assert sender.lease.promoted_tokens == 128
+    d.call(client.Advance, send=sender.send, upto_tokens=128)  # nothing is computed
+    d.call(client.Finish, send=sender.send, aux=b"")
+    reader.call(client.ReceiveRequest, PROMPT, room=7, source=("d",))
+    world.run()
+    (got,) = [answer for answer in reader.answers if isinstance(answer, client.Received)]
+    assert reader.holds(got.pages, PROMPT)
 
 
 # ---- ends of processes ---------------------------------------------------------------------------

@@ -213,6 +213,44 @@ def test_a_pull_asks_for_nothing_that_lies_in_the_tier(tmp_path):
             assert digest(node, receive.lease.pages) == there
 
 
+def test_a_pull_gets_what_its_source_has_in_its_tier(tmp_path):
+    with two_daemons(tmp_path, SHAPE, prefill=settings(tmp_path)) as pair:
+        tiered = Tiered(pair.prefill, tmp_path)
+        tiered.fill()
+        assert tiered.match(0) == 0
+        with connect(pair.decode.client, name="reader") as node:
+            receive = node.receive(tiered.prompts[0], source="p")
+            receive.done()
+
+            assert (receive.prefix_len, receive.lease.kv_len) == (0, PROMPT_TOKENS)
+            assert digest(node, receive.lease.pages) == tiered.digests[0]
+        (tier,) = pair.prefill.snapshot().tiers
+        assert (tier.read, tier.hits, tier.bad) == (PROMPT_PAGES, 1, 0)
+
+
+def test_a_pull_waits_half_of_its_deadline_for_a_storage_process_that_hangs(tmp_path):
+    slow = {"tiers.disk.wait_s": "60", "tiers.disk.deadline_s": "60"}
+    with two_daemons(tmp_path, SHAPE, prefill=settings(tmp_path, **slow)) as pair:
+        tiered = Tiered(pair.prefill, tmp_path)
+        tiered.fill()
+        storage = pair.prefill.storage_pid()
+        os.kill(storage, signal.SIGSTOP)
+        try:
+            with connect(pair.decode.client, name="reader") as node:
+                pending = node.begin_receive(tiered.prompts[0], source="p", deadline_s=6.0)
+                pair.prefill.wait_for(lambda: pair.prefill.snapshot().waiting, "waits", 3.0)
+                (row,) = pair.prefill.snapshot().waiting
+                receive = pending.wait(10.0)
+                receive.done()
+        finally:
+            os.kill(storage, signal.SIGCONT)
+
+        assert (row.kind, row.owner) == ("pull", "d")
+        assert "to be read from tier disk" in row.why
+        assert receive.prefix_len == receive.lease.kv_len == 0
+        tiered.until_found(0)
+
+
 def test_a_storage_process_that_is_killed_costs_hits_and_no_transfer_process(tiered):
     transfer, storage = tiered.daemon.transfer_pid(), tiered.daemon.storage_pid()
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.inspect.view import NodeView
+    from kvd.core.leases.admission import Waiter
     from kvd.core.leases.lease_table import LeaseTable
 
 
@@ -140,6 +141,10 @@ class Backrefs:
     def is_alive(self, session: int) -> bool:
         """Whether that session is open."""
         return session in self._node.sessions.by_id
+
+    def is_asked(self, waiter: Waiter) -> bool:
+        """Whether somebody waits for the answer: an open session, or a peer that pulls."""
+        return self.is_alive(waiter.claim.session) or bool(self._node.pull_source.puller_of(waiter))
 
     def is_awaited(self, session: int) -> bool:
         """Whether a process of it of before the restart is away."""

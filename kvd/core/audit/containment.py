@@ -336,11 +336,8 @@ class Containment:
     def _strike_waiters(self, _: Fault) -> str:
         node = self._node
         # Asked of the sessions and not of the fault, which names one of maybe many.
-        gone = [
-            waiter
-            for waiter in node.admission.queue
-            if not Backrefs(node).is_alive(waiter.claim.session)
-        ]
+        refs = Backrefs(node)
+        gone = [waiter for waiter in node.admission.queue if not refs.is_asked(waiter)]
         refusal = Refusal(Code.CLIENT_GONE, "its session is gone", side=node.settings.name)
         node.admission.turn_away(gone, refusal)
         return f"{len(gone)} requests left the queue"

@@ -738,7 +738,7 @@ def _forgotten(node: NodeView) -> Iterator[Fault]:
 
 def _waiter_faults(waiter: Waiter, refs: Backrefs) -> Iterator[Fault]:
     session = waiter.claim.session
-    if not refs.is_alive(session):
+    if not refs.is_asked(waiter):
         what = f"a request of session {session} (call {waiter.claim.call}) waits, and that is gone"
         yield Fault("I9", f"waiter-{session}-{waiter.claim.call}", what)
 

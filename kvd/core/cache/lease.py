@@ -83,6 +83,7 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     ``promise_tokens``: so many more are promised behind the reserve; no page is taken for them.
     ``goes_on``: tokens follow that it does not name, so all that it names may be cached. ``lent``:
     it takes these ``pages`` of an arena, and neither looks into the tree nor takes any other.
+    ``only_cached``: what is cached of its tokens is all that it wants, and it takes no page.
     """
 
     session: int
@@ -104,6 +105,7 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     goes_on: bool = False
     lent: Lent | None = None
     pages: Pages = NO_PAGES
+    only_cached: bool = False
 
     @property
     def room_tokens(self) -> int:

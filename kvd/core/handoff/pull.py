@@ -233,6 +233,14 @@ class PullAsks:
             peer.link, Withdrawn(source=mine, target=peer.incarnation, room=room, reason=why)
         )
 
+    def give_up(self, ask: PullAsk, why: str) -> None:
+        """Nobody waits for its answer any more, and its source may wait for a tier still."""
+        if self._peers.not_ready(ask.peer) is not None:
+            return  # it is asked no more, and answers to nobody
+        peer, mine = self._peers.by_name[ask.peer], self._settings.incarnation
+        told = Withdrawn(mine, peer.incarnation, room=NO_ROOM, reason=why, ask=ask.id)
+        self._out.send(peer.link, told)
+
     def note_epochs(self, peer: Peer, ask: PullAsk, why: Refusal) -> None:
         """What a source has refused, where that is for our epoch."""
         self._peers.heard_epochs(peer, ask.message.namespace, why)
@@ -494,12 +502,14 @@ class Pulls:
     def cancel_call(self, session: int, call: int, refusal: Refusal) -> None:
         """Nobody waits for what this call pulls."""
         for ask in self.asks.take_of_session(session, call):
+            self.asks.give_up(ask, refusal.code.value)
             self._end_pull(ask, refusal)
 
     def cancel_session(self, session: int, refusal: Refusal) -> int:
         """End all pulls of a session that is over; how many they were."""
         asks = self.asks.take_of_session(session)
         for ask in asks:
+            self.asks.give_up(ask, refusal.code.value)
             self._end_pull(ask, refusal)
         return len(asks)
 

@@ -3,6 +3,9 @@
 No engine of this node takes part: the daemon opens the room, for the peer that asked alone. What
 was said to an ask is remembered (``PullTickets``), because the ask may come again.
 
+What a tier here is known to have behind that is read first, as for a lease: the pull waits for it
+beside the queue, holds nothing meanwhile, and goes on with what there is when that wait is over.
+
 What must not live here: the asking side (``pull``), what a send does (``send``).
 """
 
@@ -19,6 +22,8 @@ from kvd.core.handoff.parts import SendingEngine
 from kvd.core.handoff.protocol import Prefill
 from kvd.core.handoff.pull import NO_ROOM, unfit
 from kvd.core.handoff.refusals import reader_restarted, reader_silent
+from kvd.core.leases.admission import Admission, MemoryAsker, Waiter
+from kvd.core.peers.peer import Life
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, MAX_ROOM, Tokens, count
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
+    from kvd.core.tiers.promotion import Promotions
 
 P = Prefill
 
@@ -46,26 +52,39 @@ MOST_PROMPTS = 4
 MOST_TICKETS = 1024
 """Of one peer at a time: answers that are remembered, of which few have a room."""
 
+MOST_WAITING = 64
+"""Pulls of all peers that wait for a tier; they stand in the queue that engines wait in too."""
+
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PullTicket:
     """What a peer was told of one ask, and the send that it got; none where there is nothing."""
 
-    __slots__ = ("answer", "incarnation", "part", "until_s")
+    __slots__ = ("answer", "ask", "incarnation", "part", "peer", "until_s", "waiter")
 
-    def __init__(
-        self, answer: PrefixFound, incarnation: str, part: SendPart | None, until_s: float = 0.0
-    ) -> None:
-        self.answer = answer
-        self.incarnation = incarnation
-        self.part = part
+    def __init__(self, peer: Peer, ask: int, until_s: float = 0.0) -> None:
+        self.peer = peer
+        self.ask = ask
+        self.incarnation = peer.incarnation
         self.until_s = until_s
         """When the receive is over at the latest, as was said first."""
+        self.answer: PrefixFound | None = None
+        """None: it waits for a tier."""
+        self.part: SendPart | None = None
+        self.waiter: Waiter | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether pages are locked for it: it waits for its Offer, or is being sent."""
-        return self.part is not None and self.part.engine is not None
+        """Whether it has a place here: it waits for a tier or its Offer, or is being sent."""
+        is_sent = self.part is not None and self.part.engine is not None
+        return is_sent or self.waiter is not None
+
+    @property
+    def n_tokens(self) -> int:
+        """Of its prompt, what is kept for it."""
+        if self.waiter is not None:
+            return count(self.waiter.claim.tokens)
+        return 0 if self.part is None else self.part.prompt_tokens
 
     @property
     def is_void(self) -> bool:
@@ -88,7 +107,7 @@ class PullTickets:
     def add(self, ticket: PullTicket) -> None:
         """Remember it; the oldest that has no lock is forgotten first."""
         tickets = self.by_incarnation.setdefault(ticket.incarnation, {})
-        tickets[ticket.answer.ask] = ticket
+        tickets[ticket.ask] = ticket
         if len(tickets) > MOST_TICKETS:
             # There is one: a peer has fewer pulls open than so many tickets.
             del tickets[next(ask for ask, ticket in tickets.items() if not ticket.is_open)]
@@ -96,6 +115,26 @@ class PullTickets:
     def forget_peer(self, incarnation: str) -> None:
         """That process is over."""
         self.by_incarnation.pop(incarnation, None)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class SourceAsker(MemoryAsker):
+    """A pull at its source while it waits for a tier."""
+
+    __slots__ = ("_have_tokens", "_source", "_ticket")
+
+    def __init__(self, source: PullSource, ticket: PullTicket, have_tokens: int) -> None:
+        self._source = source
+        self._ticket = ticket
+        self._have_tokens = have_tokens
+
+    def admitted(self, lease: LeaseRecord) -> None:
+        """What is cached by now is locked."""
+        self._source.tier_waited(self._ticket, lease, self._have_tokens)
+
+    def refused(self, refusal: Refusal) -> None:
+        """Its time is over, or this node gives nothing any more."""
+        self._source.refuse(self._ticket, refusal)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -109,34 +148,49 @@ class PullSource:
     """
 
     def __init__(
-        self, settings: Settings, leases: LeaseTable, sends: Prefiller, out: Outbox
+        self,
+        settings: Settings,
+        leases: LeaseTable,
+        admission: Admission,
+        promotions: Promotions,
+        sends: Prefiller,
+        out: Outbox,
     ) -> None:
         self.tickets = PullTickets()
         self._open: list[PullTicket] = []
-        """Those with a lock, and some whose lock is over."""
+        """Those with a place, and some that have left it."""
         self._settings = settings
         self._leases = leases
+        self._admission = admission
+        self._promotions = promotions
         self._sends = sends
         self._out = out
         self._last_room = MAX_ROOM
 
     def open_pulls(self) -> list[PullTicket]:
-        """Those that lock pages now, oldest first."""
+        """Those that lock pages now or wait for a tier, oldest first."""
         self._open = [ticket for ticket in self._open if ticket.is_open]
         return self._open
+
+    def puller_of(self, waiter: Waiter) -> str:
+        """The peer whose pull waits so for a tier; empty: it is none."""
+        names = [ticket.peer.name for ticket in self._open if ticket.waiter is waiter]
+        return names[0] if names else ""
 
     def prefix_asked(self, peer: Peer, message: AskPrefix, not_serving: Refusal | None) -> None:
         """What is cached here of a prompt, and a room in which it is sent; or why it is not."""
         ticket = self.tickets.find(peer.incarnation, message.ask)
         if ticket is None:
-            found = not_serving or self._unpulled(message) or self._open_pull(peer, message)
-            if isinstance(found, Refusal):
-                answer = self._prefix(peer, message.ask, refusal=found)
-                found = PullTicket(answer, peer.incarnation, None)
-            self.tickets.add(ticket := found)
+            until_s = self._sends.deadline_of(message.deadline_s)
+            ticket = PullTicket(peer, message.ask, until_s)
+            refusal = not_serving or self._unpulled(message) or self._open_pull(ticket, message)
+            if refusal is not None:
+                ticket.answer = self._prefix(ticket, refusal=refusal)
+            self.tickets.add(ticket)
         else:
             self._keep_on(ticket)
-        self._out.send(peer.link, ticket.answer)
+        if ticket.answer is not None:
+            self._out.send(peer.link, ticket.answer)
 
     def _keep_on(self, ticket: PullTicket) -> None:
         """Its puller waits for memory, and lives: it says so by asking again."""
@@ -154,13 +208,15 @@ class PullSource:
         tokens = check_tokens(message.tokens, max_tokens=self._settings.max_prompt_tokens)
         return tokens if isinstance(tokens, Refusal) else unfit(self._leases, side)
 
-    def _open_pull(self, peer: Peer, message: AskPrefix) -> PullTicket | Refusal:
-        """Lock what is cached, and send it from the daemon itself: no engine takes part."""
-        tokens = Tokens(message.tokens)
+    def _open_pull(self, ticket: PullTicket, message: AskPrefix) -> Refusal | None:
+        """Lock what is cached and send it, now or when a tier has been read; or why not."""
+        peer, tokens = ticket.peer, Tokens(message.tokens)
         n_tokens = self._leases.tree.probe(tokens, message.namespace)
+        if self._wait_for_tier(ticket, message, n_tokens):
+            return None
         if n_tokens <= message.have_tokens:
-            answer = self._prefix(peer, message.ask, n_tokens=n_tokens)
-            return PullTicket(answer, peer.incarnation, None)
+            ticket.answer = self._prefix(ticket, n_tokens=n_tokens)
+            return None
         refusal = self._too_many(peer, n_tokens)
         if refusal is not None:
             return refusal
@@ -168,32 +224,80 @@ class PullSource:
         lease = self._lock(peer, tokens, message.namespace)
         if isinstance(lease, Refusal):
             return lease
+        self._send_cached(ticket, lease)
+        return None
+
+    def _wait_for_tier(self, ticket: PullTicket, message: AskPrefix, cached_tokens: int) -> bool:
+        """Whether it waits for what a tier is known to have, and neither side has in its pool."""
+        tokens, namespace = Tokens(message.tokens), message.namespace
+        n_more, _ = self._promotions.told(tokens, namespace, cached_tokens)
+        if not n_more or cached_tokens + n_more <= message.have_tokens:
+            return False
+        n_waiting = sum([other.waiter is not None for other in self.open_pulls()])
+        # With as many tokens as it may come to: it is not asked again when the wait is over.
+        if n_waiting >= MOST_WAITING or self._too_many(ticket.peer, count(tokens)) is not None:
+            return False
+        claim = self._claim(ticket.peer, tokens, namespace, NO_ROOM)
+        waited = self._promotions.wait_for(claim, ticket.until_s)
+        if waited is None:
+            return False
+        asker = SourceAsker(self, ticket, message.have_tokens)
+        ticket.waiter = Waiter(claim, ticket.until_s, asker, waited)
+        self._open.append(ticket)
+        self._admission.enter(ticket.waiter)
+        return True
+
+    def tier_waited(self, ticket: PullTicket, lease: LeaseRecord, have_tokens: int) -> None:
+        """Send what is cached by now: what came from a tier, or what there was without it."""
+        ticket.waiter, peer = None, ticket.peer
+        refusal = self._too_large(peer, lease)
+        if peer.life is Life.LOST:
+            refusal = reader_silent(peer, self._out.at_s, self._settings)
+        if refusal is not None:
+            self._leases.release(lease, PULLER, refusal.code.value)
+            self.refuse(ticket, refusal)
+            return
+        if lease.prefix_tokens <= have_tokens:
+            ticket.answer = self._prefix(ticket, n_tokens=lease.prefix_tokens)
+            self._leases.release(lease, PULLER, "pull")
+        else:
+            lease.room = self._pull_room()
+            self._send_cached(ticket, lease)
+        assert ticket.answer is not None
+        self._out.send(peer.link, ticket.answer)
+
+    def refuse(self, ticket: PullTicket, refusal: Refusal) -> None:
+        """Nothing is sent for it, and nothing is held."""
+        ticket.waiter = None
+        ticket.answer = self._prefix(ticket, refusal=refusal)
+        self._out.send(ticket.peer.link, ticket.answer)
+
+    def _send_cached(self, ticket: PullTicket, lease: LeaseRecord) -> None:
+        """A send of all that the lease locks, from the daemon itself: no engine takes part."""
+        peer, tokens, n_tokens = ticket.peer, lease.tokens, lease.prefix_tokens
         part = self._sends.new_part(lease.room, P.AWAIT_OFFER)
         self._sends.rooms.add_part(part)
         part.history.add_line(self._out.at_s, f"opened by a pull of {peer.name}")
         part.awaited.destination = peer.name
-        digest = prompt_digest(tokens, message.namespace)
+        digest = prompt_digest(tokens, lease.namespace)
         part.engine = SendingEngine(session=0, lease=lease, tokens=tokens, digest=digest)
         part.prompt_tokens = part.cursor_tokens = n_tokens
-        wait_s = min(message.deadline_s, self._settings.pull_offer_s)
-        part.deadline_s = self._sends.deadline_of(wait_s)
+        part.deadline_s = min(ticket.until_s, self._out.at_s + self._settings.pull_offer_s)
         part.is_numbered, part.aux = False, b""
         holder = f"send {part.id}"
         self._leases.hold_for_send(lease, holder, n_tokens)
         self._leases.release(lease, PULLER, "pull")
         self._leases.let_give_way(lease, holder)
-        answer = self._prefix(peer, message.ask, room=lease.room, n_tokens=n_tokens)
-        until_s = self._sends.deadline_of(message.deadline_s)
-        ticket = PullTicket(answer, peer.incarnation, part, until_s)
+        ticket.answer = self._prefix(ticket, room=lease.room, n_tokens=n_tokens)
+        ticket.part = part
         self._open.append(ticket)
-        return ticket
 
     def _too_many(self, peer: Peer, n_tokens: int) -> Refusal | None:
         """Why no further pull is opened."""
         opened, mine = self.open_pulls(), self._settings
         own = [ticket for ticket in opened if ticket.incarnation == peer.incarnation]
         # Each keeps its tokens here.
-        kept = sum([ticket.part.prompt_tokens for ticket in own if ticket.part is not None])
+        kept = sum([ticket.n_tokens for ticket in own])
         most = MOST_PROMPTS * mine.max_prompt_tokens
         if kept + n_tokens > most:
             return Refusal(
@@ -217,20 +321,24 @@ class PullSource:
                 )
         return None
 
-    def _lock(self, peer: Peer, tokens: Tokens, namespace: str) -> LeaseRecord | Refusal:
-        """A lease of these cached tokens, if no more than its share is locked with it."""
-        claim = Claim(
+    def _claim(self, peer: Peer, tokens: Tokens, namespace: str, room: int) -> Claim:
+        return Claim(
             session=0,
             call=0,
             reason=f"pull of {peer.name}",
-            room=self._pull_room(),
+            room=room,
             namespace=namespace,
             tokens=tokens,
             reserve_tokens=0,
             priority=0,
             cache=True,
             holder=PULLER,
+            only_cached=True,
         )
+
+    def _lock(self, peer: Peer, tokens: Tokens, namespace: str) -> LeaseRecord | Refusal:
+        """A lease of these cached tokens, if no more than its share is locked with it."""
+        claim = self._claim(peer, tokens, namespace, self._pull_room())
         evictable_pages = self._leases.tree.evictable_pages
         lease = self._leases.open_prefix(claim)
         if isinstance(lease, Shortage):  # of what is cached, where it is promised to a lease
@@ -260,20 +368,19 @@ class PullSource:
             ]
             locked = locked_pages([*leases, lease])
             limit = int(share * pages)
-            if others and locked > limit:
+            if leases and locked > limit:
                 return Refusal(
                     Code.NO_ROOM,
                     f"pulls of {whose} would lock {locked} of {pages} pages of {mine.name}, the "
                     f"limit is {limit}: compute it, or ask again when one of them is over",
                     side=mine.name,
-                    numbers={"locked_pages": locked, "limit": limit, "open": len(others)},
+                    numbers={"locked_pages": locked, "limit": limit, "open": len(leases)},
                 )
         return None
 
     def _prefix(
         self,
-        peer: Peer,
-        ask: int,
+        ticket: PullTicket,
         *,
         room: int = NO_ROOM,
         n_tokens: int = 0,
@@ -281,8 +388,8 @@ class PullSource:
     ) -> PrefixFound:
         return PrefixFound(
             source=self._settings.incarnation,
-            target=peer.incarnation,
-            ask=ask,
+            target=ticket.incarnation,
+            ask=ticket.ask,
             room=room,
             n_tokens=n_tokens,
             refusal=refusal,
@@ -294,6 +401,17 @@ class PullSource:
             self._last_room -= 1
             if self._last_room not in self._sends.rooms.by_room:
                 return self._last_room
+
+    def withdrawn(self, peer: Peer, ask: int) -> None:
+        """Who asked has given up before it was answered."""
+        ticket = self.tickets.find(peer.incarnation, ask)
+        if ticket is not None:
+            self._stop_waiting(ticket)
+
+    def _stop_waiting(self, ticket: PullTicket) -> None:
+        waiter, ticket.waiter = ticket.waiter, None
+        if waiter is not None:
+            self._admission.withdraw(waiter)
 
     def outlived(self, incarnation: str) -> None:
         """The puller's daemon restarted."""
@@ -307,20 +425,25 @@ class PullSource:
     def end_unreadable(self, peers: Peers) -> None:
         """What a peer may pull has changed: what it may not any more is not sent to its end."""
         for ticket in self.open_pulls():
-            part = ticket.part
-            if part is None or part.engine is None:
-                continue
-            namespace = name_in(part.engine.lease.namespace)
-            refusal = peers.not_to_read(part.awaited.destination, namespace)
-            if refusal is not None:
-                self._sends.give_up_send(part, refusal)
+            part, waiter = ticket.part, ticket.waiter
+            if waiter is not None:
+                refusal = peers.not_to_read(ticket.peer.name, name_in(waiter.claim.namespace))
+                if refusal is not None:
+                    self._admission.turn_away([waiter], refusal)
+            elif part is not None and part.engine is not None:
+                namespace = name_in(part.engine.lease.namespace)
+                refusal = peers.not_to_read(part.awaited.destination, namespace)
+                if refusal is not None:
+                    self._sends.give_up_send(part, refusal)
 
     def _end_pulls(self, incarnation: str, refusal: Refusal) -> None:
         """A peer that has not offered pages for what it pulls will not."""
         for ticket in self.open_pulls():
+            if ticket.incarnation != incarnation:
+                continue
+            self._stop_waiting(ticket)
             part = ticket.part
-            is_its = part is not None and ticket.incarnation == incarnation
-            if is_its and part is not None and part.state is P.AWAIT_OFFER:
+            if part is not None and part.state is P.AWAIT_OFFER:
                 self._sends.give_up_send(part, refusal)
         self.tickets.forget_peer(incarnation)
 

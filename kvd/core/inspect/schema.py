@@ -30,6 +30,7 @@ from kvd.core.inspect.page_states import needed_nodes
 from kvd.core.inspect.words import (
     agent_words,
     asked_word,
+    asker_name,
     epochs_words,
     layout_words,
     lease_waits_for,
@@ -701,9 +702,8 @@ POOL: StateTable[PoolRow, PoolState] = StateTable(
 
 
 def _what(_: NodeView, one: WaitingRow) -> str | None:
-    if one.waiter.claim.resumes:
-        return f"lease:{one.waiter.claim.resumes}"
-    return f"receive:{one.receive}" if one.receive else None
+    lease, receive = one.waiter.claim.resumes, one.receive
+    return f"lease:{lease}" if lease else (f"receive:{receive}" if receive else None)
 
 
 WAITING: StateTable[WaitingRow, WaitingState] = StateTable(
@@ -711,7 +711,7 @@ WAITING: StateTable[WaitingRow, WaitingState] = StateTable(
     StateField("place", "count", lambda _, one: one.ahead + 1, "in the queue"),
     StateField("kind", "text", lambda _, one: asked_word(one.waiter)),
     StateField("what", "ref", _what, "the handoff, or the lease that comes back"),
-    StateField("owner", "text", lambda node, one: session_name(node, one.waiter.claim.session)),
+    StateField("owner", "text", lambda node, one: asker_name(node, one.waiter)),
     StateField("client", "ref", lambda _, one: client_ref(one.waiter.claim.session)),
     StateField("room", "count", lambda _, one: one.waiter.claim.room or None),
     StateField("priority", "count", "waiter.claim.priority"),

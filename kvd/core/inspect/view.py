@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kvd.core.handoff.drain import Drainer
+    from kvd.core.handoff.pull_source import PullSource
     from kvd.core.handoff.receive import Decoder
     from kvd.core.handoff.send import Prefiller
     from kvd.core.leases.admission import Admission
@@ -73,6 +74,7 @@ class NodeView(Protocol):
     ways: Ways
     decoder: Decoder
     prefiller: Prefiller
+    pull_source: PullSource
     sessions: Sessions
     former_leases: FormerLeases
     engine_copies: EngineCopies

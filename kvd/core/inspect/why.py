@@ -43,6 +43,7 @@ from kvd.core.inspect.words import (
     lease_waits_for,
     lease_word,
     mark_words,
+    pulls_waiting,
     some_words,
     told_copies,
 )
@@ -679,8 +680,6 @@ def of_peer(node: NodeView, name: str) -> Explanation | Refusal:
         ):
             if said.why != trouble and now_s - said.at_s < RECENT_S:
                 facts.append(f"{what} {now_s - said.at_s:.1f} s ago: {said.why}")
-    apart = epochs_words(node, peer) if peer is not None else ""
-    facts += [apart] if apart else []
     facts += _peer_facts(node, peer) if peer is not None else []
     facts += plain_facts(node, PEER, peer_rows(node)[name])
     quarantined = [
@@ -740,9 +739,10 @@ def _way_facts(peer: Peer) -> list[str]:
 def _peer_facts(node: NodeView, peer: Peer) -> list[str]:
     since_s = node.out.at_s - peer.agent_since_s
     agent = f" for {since_s:.1f} s" if peer.agent_since_s else ""
-    drains = drain_words(peer, node.out.at_s)
+    said = epochs_words(node, peer), drain_words(peer, node.out.at_s)
     return [
-        *([drains] if drains else []),
+        *filter(None, said),
+        *pulls_waiting(node, peer),
         f"generation {peer.generation} of its transfer process; our agent: {agent_words(peer)}"
         f"{agent}",
         f"layout: {layout_words(peer)}",

@@ -15,7 +15,9 @@ from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.handoff.sources import TokenSpan, share_words, span_of
 from kvd.core.layout.seal import SUM_BYTES
 from kvd.core.leases.engine_copies import COPIES_NAMED
+from kvd.core.leases.owners import owner_of
 from kvd.core.tiers.words import waits_for as tier_waits_for
+from kvd.types import count
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
@@ -219,10 +221,32 @@ def layout_words(peer: Peer) -> str:
 
 
 def asked_word(waiter: Waiter) -> str:
-    """What was asked for: ``lease``, ``receive`` or ``resume``."""
+    """What was asked for: ``lease``, ``receive``, ``resume``, or ``pull`` by a peer."""
     if waiter.claim.resumes:
         return "resume"
+    if waiter.claim.only_cached:
+        return "pull"
     return "receive" if waiter.claim.room else "lease"
+
+
+def asker_name(node: NodeView, waiter: Waiter) -> str:
+    """The session that waits, or the peer."""
+    session = waiter.claim.session
+    return owner_of(node, session)[0] if session else node.pull_source.puller_of(waiter)
+
+
+def pulls_waiting(node: NodeView, peer: Peer) -> list[str]:
+    """What a peer pulls that waits for a tier here, and since when."""
+    said = []
+    for ticket in node.pull_source.open_pulls():
+        waiter = ticket.waiter
+        if waiter is not None and ticket.peer is peer:
+            since_s = node.out.at_s - waiter.since_s
+            tokens = count(waiter.claim.tokens)
+            said.append(
+                f"waits for {since_s:.1f} s with a pull of {tokens} tokens: {waiter.blocked()}"
+            )
+    return some_words(said, "pulls of it wait")
 
 
 def why_waits(admission: Admission, waiter: Waiter, ahead: int) -> str:

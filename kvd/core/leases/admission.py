@@ -256,11 +256,7 @@ class Admission:
         if refusal is not None:
             waiter.asker.refused(refusal)
             return
-        self._count += 1
-        waiter.number = self._count
-        waiter.since_s = self._out.at_s
-        self._soonest_s = min(self._soonest_s, waiter.deadline_s)
-        self._stand(waiter)
+        self.enter(waiter)
         if shortage is not None:
             # Matched in this very step: looking again before a page moves would find the same.
             self._seen = self._now()
@@ -281,6 +277,14 @@ class Admission:
                     headroom_pages=self._leases.budgets.headroom(waiter.budget),
                 )
             )
+
+    def enter(self, waiter: Waiter) -> None:
+        """Give it its place: all that one has to do who takes no page (``Claim.only_cached``)."""
+        self._count += 1
+        waiter.number = self._count
+        waiter.since_s = self._out.at_s
+        self._soonest_s = min(self._soonest_s, waiter.deadline_s)
+        self._stand(waiter)
 
     def _unfit(self, waiter: Waiter) -> Refusal | None:
         """Why the claim is not even queued."""
@@ -402,8 +406,19 @@ class Admission:
         waiter.awaits = waiter.waits_for()
         if waiter.awaits:
             self.side_queue.put(waiter)
+        elif waiter.claim.only_cached:
+            self._open_cached(waiter)
         else:
             bisect.insort(self.line, waiter, key=_rank)
+
+    def _open_cached(self, waiter: Waiter) -> None:
+        """It takes no page, so nobody who waits for some is before it."""
+        lease = self._leases.open_prefix(waiter.claim)
+        if isinstance(lease, Shortage):  # of what is cached, where it is promised to a lease
+            why = f"{lease.missing_pages} pages of {lease.budget} are short"
+            waiter.asker.refused(Refusal(Code.NO_ROOM, why))
+        else:
+            waiter.asker.admitted(lease)
 
     def _strike(self, waiters: list[Waiter]) -> None:
         """None of them waits any more."""
