@@ -17,7 +17,7 @@ from kvd.core.settings import TIER_SHARE
 from kvd.families import FAMILIES
 from kvd.families.budget import size_bytes
 from kvd.families.model import NotPlanned
-from kvd.storage.objects import object_bytes
+from kvd.storage.sizes import object_bytes
 from kvd.text import amount
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from kvd.daemon.launch import DISK, STORE
 from kvd.daemon.session_entries import AttachLimits
 from kvd.daemon.socket_activation import UnfitConfig
 from kvd.families.budget import size_bytes
-from kvd.storage.objects import object_bytes
+from kvd.storage.sizes import object_bytes
 from kvd.types import ID_BYTES, NodeName
 from kvd.wire.bounds import MAX_PEER_BYTES
 from kvd.wire.peer import Integrity

@@ -14,7 +14,7 @@ from kvd.cli.disk_plan import PlannedPages
 from kvd.config import Config, load, pool_spec
 from kvd.core.layout.spec import lockstep_bytes
 from kvd.families.model import NotPlanned
-from kvd.storage.objects import object_bytes
+from kvd.storage.sizes import object_bytes
 from tests.config.test_plan import DEEPSEEK_V3, GEMMA_3_27B, LLAMA_3_8B
 
 GIB, MIB, KIB = 2**30, 2**20, 2**10
