@@ -15,8 +15,8 @@ from benchmarks.disk_tier import TierRound, TierSite, row_of
 from kvd.core.effects import Demote, Promote
 from kvd.harness.store import BUCKET, SeaweedStore
 from kvd.storage.nixl_objects import CUDA_MAJOR, ObjectMove, ObjectQueue, StoreSite
-from kvd.storage.objects import HEAD_BYTES
 from kvd.storage.orders import StorePlan
+from kvd.storage.sizes import HEAD_BYTES
 from kvd.storage.store import REQUESTS
 from kvd.transfer.nixl import Binding
 

@@ -28,7 +28,7 @@ from benchmarks.harness import benchmark
 from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_least, at_most, figure
 from kvd.harness.child import ChildFailed
 from kvd.harness.daemons import two_daemons
-from kvd.storage.objects import object_bytes
+from kvd.storage.sizes import object_bytes
 from kvd.trace import BLOCK_TOKENS, expand, read_trace
 
 if TYPE_CHECKING:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 from rich.text import Text
 
 from kvd.cli import render
+from kvd.cli.disk_plan import disk_plan, no_tier, pages_of_family, pages_of_vllm, told_of_disk
 from kvd.cli.exits import Misconfigured, VerbFailed
 from kvd.cli.lazy import LazyGroup, Verb
 from kvd.cli.options import summary, valid_config, with_printing
@@ -212,6 +214,7 @@ def _size(_ctx: click.Context, _option: click.Parameter, value: str | None) -> s
 )
 @click.option("--memory", callback=_size, help="For the pool, like 80GiB.")
 @click.option("--host-memory", callback=_size, help="For hisparse. [default: twice --memory]")
+@click.option("--disk", callback=_size, help="A tier below the pool, like 500GiB: what it keeps.")
 @click.option(
     "--context",
     type=click.IntRange(1, 2**28),
@@ -302,6 +305,7 @@ def _plan_by_family(
     form: str,
     *,
     family: str | None,
+    disk: str | None,
     gpu_processes: int | None,
     kv_cache_dtype: str | None,
     pages: int | None,
@@ -333,8 +337,13 @@ def _plan_by_family(
     if gpu_processes is not None:
         value["gpu"] = cost = gpu_node(best, gpu_processes)
         costs.append(Text("\n".join(_gpu_told(best.family, cost))))
-    toml_text = Text(_to_paste(best))
-    render.answer(form, value, Text(_head(model, wanted)), *_blocks(made, told), *costs, toml_text)
+    pasted = [Text(_to_paste(best))]
+    if disk is not None and (why := no_tier(best.family)):
+        pasted.append(Text(f"no disk below {best.family}: {why}"))
+    elif disk is not None:
+        value["disk"] = tier = disk_plan(pages_of_family(best), disk)
+        pasted.append(Text("\n".join(told_of_disk(tier, disk, "--page-size"))))
+    render.answer(form, value, Text(_head(model, wanted)), *_blocks(made, told), *costs, *pasted)
 
 
 def _plan_for_vllm(  # noqa: PLR0913 - one parameter for each option
@@ -342,6 +351,7 @@ def _plan_for_vllm(  # noqa: PLR0913 - one parameter for each option
     form: str,
     *,
     memory: str | None,
+    disk: str | None,
     pages: int | None,
     page_size: int,
     dtype: str | None,
@@ -365,7 +375,11 @@ def _plan_for_vllm(  # noqa: PLR0913 - one parameter for each option
         stages=pipeline_parallel_size or 1,
     )
     made = vllm_plan(_config_of(file), wanted)
-    render.answer(form, made, *(Text(block) for block in _vllm_told(file, wanted, made)))
+    value, told = msgspec.structs.asdict(made), list(_vllm_told(file, wanted, made))
+    if disk is not None:
+        value["disk"] = tier = disk_plan(pages_of_vllm(made, page_size), disk)
+        told.append("\n".join(told_of_disk(tier, disk, "--block-size")))
+    render.answer(form, value, *(Text(block) for block in told))
 
 
 def _vllm_told(file: Path, wanted: VllmPlanRequest, made: VllmPlan) -> Iterator[str]:

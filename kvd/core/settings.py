@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Final
 
 import msgspec
 
@@ -39,6 +40,10 @@ class Demotion(enum.Enum):
     SECOND_USE = "second-use"
     """Those that somebody has found in the cache at least once."""
     NEVER = "never"
+
+
+TIER_SHARE: Final = 8
+"""Of the pool's pages one in so many may be on its way to a tier, and as many from there."""
 
 
 class TierSettings(msgspec.Struct, frozen=True):

@@ -10,13 +10,20 @@ from kvd.config.address import IPC
 from kvd.core.cache import radix
 from kvd.core.cache.eviction import Policy
 from kvd.core.layout.spec import lockstep_bytes
-from kvd.core.settings import CacheMode, Demotion, DialRule, Settings, TierSettings
+from kvd.core.settings import (
+    TIER_SHARE,
+    CacheMode,
+    Demotion,
+    DialRule,
+    Settings,
+    TierSettings,
+)
 from kvd.curve import KeyFlaw, PeerKeys, read_pair
 from kvd.daemon.launch import DISK, STORE
 from kvd.daemon.session_entries import AttachLimits
 from kvd.daemon.socket_activation import UnfitConfig
 from kvd.families.budget import size_bytes
-from kvd.storage.objects import object_bytes
+from kvd.storage.sizes import object_bytes
 from kvd.types import ID_BYTES, NodeName
 from kvd.wire.bounds import MAX_PEER_BYTES
 from kvd.wire.peer import Integrity
@@ -63,10 +70,6 @@ def settings_of(config: Config, launched: Launch) -> Settings:
         tiers=_tiers(config, launched.spec),
         is_journaled=launched.pool.is_journaled,
     )
-
-
-TIER_SHARE = 8
-"""Of the pool's pages one in so many may be on its way to a tier, and as many from there."""
 
 
 STORE_KNOWN = 131072

@@ -8,6 +8,7 @@ The map of this room. In the daemon::
 
     orders   what is ordered and what is reported; nearly all of it is declared in the core
     process  the daemon's handle, over ``kvd.transfer.process``
+    sizes    how large an object is
 
 In the storage process::
 

@@ -22,6 +22,7 @@ import xxhash
 
 from kvd.core.layout.seal import Seal, page_sum
 from kvd.core.tiers.keys import KEY_BYTES
+from kvd.storage.sizes import HEAD_BYTES
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-HEAD_BYTES: Final = 4096
-"""A block, so that the page begins at one."""
-BLOCK_BYTES: Final = 4096
 VERSION: Final = 1
 LONGEST_NAME: Final = 200
 
@@ -54,11 +52,6 @@ class BadObject(NamedTuple):
 
     why: str
     is_there: bool = True
-
-
-def object_bytes(page_bytes: int) -> int:
-    """What an object of such a page takes: head, page, and what is left of its last block."""
-    return HEAD_BYTES + -(-page_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def packed_head(head: ObjectHead) -> bytes:

@@ -44,7 +44,8 @@ from kvd.storage.backend import (
     StoredObject,
 )
 from kvd.storage.nixl_files import FileMove, FileQueue
-from kvd.storage.objects import HEAD_BYTES, BadObject, escaped, object_bytes
+from kvd.storage.objects import BadObject, escaped
+from kvd.storage.sizes import HEAD_BYTES, object_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -26,7 +26,8 @@ from typing_extensions import override
 
 from kvd.storage.backend import Backend, Capabilities, Existence, SearchOutcome
 from kvd.storage.nixl_objects import ABSENT, ObjectMove, ObjectQueue, StoreSite
-from kvd.storage.objects import HEAD_BYTES, BadObject, escaped, read_head
+from kvd.storage.objects import BadObject, escaped, read_head
+from kvd.storage.sizes import HEAD_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -18,6 +18,7 @@ import pytest
 
 from kvd.cli.doctor import tiers
 from kvd.cli.doctor.finding import DoctorFinding, Severity
+from kvd.cli.systemd_reach import User
 from tests.cli.inchild import in_child, nobody, subject, write
 
 if TYPE_CHECKING:
@@ -74,6 +75,21 @@ def test_a_directory_of_another_user_is_wrong(tmp_path):
     os.chown(tmp_path, 65534, 65534)
 
     assert of_disk(tmp_path)[DISK.format(tmp_path)].severity is WRONG
+
+
+@root_only
+def test_for_a_service_it_is_the_user_of_the_service_that_counts(tmp_path, monkeypatch):
+    """Root asks, and nothing runs yet."""
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    tier = tmp_path / "tier"
+    tier.mkdir(mode=0o700)
+    os.chown(tier, 4711, 4711)
+    monkeypatch.setattr(tiers, "user_called", lambda name: User(name, 4711))
+
+    for_service = of_disk(tier, root=tmp_path)[DISK.format(tier)]
+    by_hand = of_disk(tier)[DISK.format(tier)]
+
+    assert (for_service.severity, by_hand.severity) == (GOOD, WRONG)
 
 
 def test_a_directory_with_things_of_others_is_wrong_and_one_of_a_tier_is_not(tmp_path):

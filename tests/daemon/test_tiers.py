@@ -16,7 +16,8 @@ import pytest
 
 from kvd.client import connect_sync as connect
 from kvd.core.tiers.keys import keys_along, root_key
-from kvd.storage.objects import HEAD_BYTES, LONGEST_NAME, object_bytes
+from kvd.storage.objects import LONGEST_NAME
+from kvd.storage.sizes import HEAD_BYTES, object_bytes
 from kvd.types import ID_BYTES
 from tests.daemon.conftest import findings
 from tests.daemon.kv import PAGE, PAGE_BYTES, SHAPE, digest, tokens_of, write

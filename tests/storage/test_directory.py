@@ -7,10 +7,10 @@ import pytest
 
 from kvd.core.layout.geometry import PieceRow
 from kvd.storage.backend import ObjectName, StorageLost
-from kvd.storage.objects import object_bytes
 from kvd.storage.orders import ObjectPart
 from kvd.storage.pages import ObjectPages
 from kvd.storage.posix import DirectoryTier
+from kvd.storage.sizes import object_bytes
 from kvd.transfer.metadata import RegionNote
 from tests.storage.site import KIB, PAGE_FIRST, key
 

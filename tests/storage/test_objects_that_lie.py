@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from kvd.storage.objects import HEAD_BYTES, object_bytes
+from kvd.storage.sizes import HEAD_BYTES, object_bytes
 from tests.storage.site import KIB, Site, key
 
 if TYPE_CHECKING:

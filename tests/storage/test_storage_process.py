@@ -13,8 +13,8 @@ import sys
 import pytest
 
 from kvd.core.inputs import Demoted
-from kvd.storage.objects import object_bytes
 from kvd.storage.orders import ObjectPart, Searched
+from kvd.storage.sizes import object_bytes
 from kvd.transfer.process import TransportDown
 from tests.storage.site import KIB, LAYER_FIRST, PAGE_FIRST, SCALES, key
 

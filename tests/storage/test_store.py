@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 
 from kvd.harness.store import ABSENT, SeaweedStore, weed
-from kvd.storage.objects import HEAD_BYTES
 from kvd.storage.orders import ObjectPart
+from kvd.storage.sizes import HEAD_BYTES
 from tests.storage.site import KIB, LAYER_FIRST, SCALES, StoreSite, key
 
 if TYPE_CHECKING:

@@ -26,6 +26,8 @@ from urllib.parse import urlsplit
 
 from kvd.cli.doctor.finding import good, judged, poor, status_line, wrong
 from kvd.cli.doctor.host import visible
+from kvd.cli.doctor.service import SERVICE_USER
+from kvd.cli.systemd_reach import user_called
 from kvd.families.budget import size_bytes
 from kvd.storage.nixl_objects import CUDA_MAJOR
 from kvd.storage.posix import MARK
@@ -83,8 +85,12 @@ def disk(subject: Subject) -> list[DoctorFinding]:
 
 
 def _user(subject: Subject) -> int:
-    """Who runs the daemon: that of the one that runs, or who asks."""
-    words = status_line(subject, judged(subject), "Uid").split()
+    """Who runs the daemon: that of the one that runs, or of the service, or who asks."""
+    who = judged(subject)
+    if not who.pid and subject.has_systemd and not os.geteuid():
+        service = user_called(SERVICE_USER).uid
+        return max(service, 0)
+    words = status_line(subject, who, "Uid").split()
     return int(words[1]) if len(words) > 1 else os.geteuid()
 
 

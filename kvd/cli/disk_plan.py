@@ -1,0 +1,131 @@
+"""What a disk below a planned pool holds, and the [tiers.disk] for it: of ``kvd config plan``.
+
+The sizes of objects are those of the storage process, and what moves at a time is bounded as in a
+daemon: a section from here, pasted below the pool that it was planned for, is what the check takes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from kvd.config.render import as_file
+from kvd.config.schema import DiskTierSection
+from kvd.core.layout.page_sizes import MOST_PAGE_TOKENS
+from kvd.core.settings import TIER_SHARE
+from kvd.families import FAMILIES
+from kvd.families.budget import size_bytes
+from kvd.families.model import NotPlanned
+from kvd.storage.sizes import object_bytes
+from kvd.text import amount
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvd.config.plan import FamilyPlan
+    from kvd.config.vllm_plan import VllmPlan
+
+DIRECTORY: Final = "/var/lib/kvd/tiers/disk"
+
+WRITTEN_OVER_BARE: Final = {64 * 2**10: 0.12, 512 * 2**10: 0.29}
+"""By bytes of a page, how fast objects are written beside bare NIXL: measured on two cores and one
+disk. At ``QUICK_BYTES`` it was 0.8 and 2.2 in two runs."""
+
+QUICK_BYTES: Final = 2 * 2**20
+
+
+class PlannedPages(NamedTuple):
+    """Of a pool: tokens of a page, its bytes over all layers and shards, and how many there are."""
+
+    tokens: int
+    n_bytes: int
+    n_pages: int
+
+
+class DiskPlan(msgspec.Struct, frozen=True):
+    """A disk tier. ``tokens`` fit there, in ``objects`` of ``object_bytes``, one for each page."""
+
+    page_bytes: int
+    object_bytes: int
+    objects: int
+    tokens: int
+    max_moving: str
+    quick_page_tokens: int
+    """Tokens of a page that is not slow; 0: the planned ones are not, or no page is."""
+    toml: str
+
+
+def no_tier(name: str) -> str:
+    """Why pools of a family have none; empty if they may."""
+    family = FAMILIES[name]
+    return "there is no KV that could be kept" if family.is_mode else family.untiered
+
+
+def pages_of_family(made: FamilyPlan) -> PlannedPages:
+    """Those of the plan of a family that may have tiers."""
+    kv = made.parts[0]
+    # What goes in lockstep may have several pages for each of the first.
+    n_bytes = sum(part.page_bytes * (kv.page_size // part.page_size) for part in made.parts)
+    return PlannedPages(kv.page_size, n_bytes, kv.pages)
+
+
+def pages_of_vllm(made: VllmPlan, block_size: int) -> PlannedPages:
+    """Those of a pool for vLLM."""
+    return PlannedPages(block_size, made.block_bytes, made.pages)
+
+
+def disk_plan(pages: PlannedPages, size: str) -> DiskPlan:
+    """The tier of that size.
+
+    Raises:
+        NotPlanned: it is too small.
+    """
+    one = object_bytes(pages.n_bytes)
+    # As much as a daemon lets move, and no more than it does by itself; one page at least.
+    usual = size_bytes(DiskTierSection().max_moving) or 0
+    moving = max(pages.n_bytes, min(usual, pages.n_bytes * pages.n_pages // TIER_SHARE))
+    max_moving = f"{moving // 2**20}MiB" if moving % 2**20 == 0 else f"{-(-moving // 2**10)}KiB"
+    n_bytes = size_bytes(size) or 0
+    if n_bytes < 2 * (size_bytes(max_moving) or 0):
+        raise NotPlanned(
+            f"--disk {size} is less than twice what moves at a time, which is {max_moving} here"
+        )
+    return DiskPlan(
+        page_bytes=pages.n_bytes,
+        object_bytes=one,
+        objects=n_bytes // one,
+        tokens=n_bytes // one * pages.tokens,
+        max_moving=max_moving,
+        quick_page_tokens=_quick_tokens(pages),
+        toml=as_file(
+            {"tiers.disk": {"directory": DIRECTORY, "size": size, "max_moving": max_moving}}
+        ),
+    )
+
+
+def _quick_tokens(pages: PlannedPages) -> int:
+    """The next page that is as large as those that were quick, in doubles of the planned one."""
+    tokens, n_bytes = pages.tokens, pages.n_bytes
+    while n_bytes < QUICK_BYTES:
+        tokens, n_bytes = 2 * tokens, 2 * n_bytes
+    return tokens if pages.tokens < tokens <= MOST_PAGE_TOKENS else 0
+
+
+def told_of_disk(made: DiskPlan, size: str, option: str) -> Iterator[str]:
+    """In words; ``option`` is the one that says how many tokens a page has."""
+    yield (
+        f"a disk of {size} keeps {made.tokens} tokens below it: {made.objects} objects of "
+        f"{amount(made.object_bytes)}, one for each page"
+    )
+    measured = " and ".join(
+        f"{ratio:.2f} with {amount(n_bytes)}" for n_bytes, ratio in WRITTEN_OVER_BARE.items()
+    )
+    said = "    small pages are slow on a disk"
+    if made.page_bytes >= QUICK_BYTES:
+        said = "    these pages are large enough for a disk"
+    said += f": of bare NIXL's speed writing has {measured}, 0.8 to 2.2 with {amount(QUICK_BYTES)}"
+    if made.quick_page_tokens:
+        said += f"; {option} {made.quick_page_tokens} makes them so large"
+    yield f"{said} (measured on one disk)"
+    yield f"    to paste, below the pool:\n\n{made.toml}"
