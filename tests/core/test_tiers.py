@@ -135,6 +135,23 @@ def test_the_tier_is_never_beyond_its_bound_and_the_oldest_go_first():
     assert first.tokens == first.tier_tokens == 0
 
 
+def test_a_path_that_is_longer_than_the_tier_is_not_written_for_ever():
+    """Six objects: the first four pages lie there when four more follow them, and nothing leaves."""
+    world = TieredWorld(d_pages=9, tier=disk(objects=6, moving=2))
+    d = world.d
+    for n_pages in (2, 4, 8):
+        cached(d, tokens((1, n_pages * PAGE)))
+        for k in range(8 - n_pages):
+            cached(d, tokens((1000 * (k + n_pages), PAGE)))
+        world.pass_time(5.0)
+    before = len(ordered(d, effects.Demote))
+
+    world.pass_time(5.0)
+
+    assert d.node.leases.tree.probe(tokens((1, 8 * PAGE)), "") == 8 * PAGE
+    assert len(ordered(d, effects.Demote)) == before
+
+
 def test_a_disk_that_takes_nothing_is_left_alone_for_a_growing_time():
     world = TieredWorld(d_pages=17)
     d = world.d

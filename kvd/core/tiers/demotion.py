@@ -151,10 +151,12 @@ class Demoter:
         """
         chosen: list[tuple[RadixNode, list[int]]] = []
         hashed = 0
-        # No more than half of what the tier holds: what is written last would push out the first.
-        fits = self.tier.index.capacity // 2 or 1
+        # No more than half of what the tier holds, nor with all that is before it more than that:
+        # what is written last would push out the first, which would be written again, for ever.
+        fits, room = self.tier.index.capacity // 2 or 1, self.tier.index.capacity
+        counted: set[int] = set()
         for node in islice(self._leases.tree.order.ahead(), MOST_LOOKS):
-            if ahead <= 0 or fits <= 0:
+            if ahead <= 0 or fits <= 0 or room <= 0:
                 return chosen, True
             if left <= 0 or hashed >= MOST_HASHED:
                 return chosen, False
@@ -163,15 +165,17 @@ class Demoter:
             ahead -= node.n_pages
             if not self.wants(node):
                 continue
-            before, fits = fits, fits - node.n_pages
-            if node.lock_ref:
-                continue  # it is being written
+            room -= _uncounted_pages(node.parent, counted)
+            within = min(fits, room)
+            fits, room = fits - node.n_pages, room - _uncounted_pages(node, counted)
+            if node.lock_ref or within <= 0:
+                continue  # it is being written, or what is before it fills the tier
             if not self._keys.is_known(node):
                 hashed += node.n_pages
             namespace = node.namespace
             if self.tier.index.has(namespace, self._keys.end_of(node)):
                 continue
-            places = self._lacking(node, namespace, before, left)
+            places = self._lacking(node, namespace, within, left)
             if places:
                 chosen.append((node, places))
                 left -= len(places)
@@ -283,6 +287,16 @@ class Demoter:
         assert anchor is not None
         self._quiet.unlock(anchor)
         self._leases.forget(lease, cause, 0, anchor.id)
+
+
+def _uncounted_pages(node: RadixNode | None, counted: set[int]) -> int:
+    """Pages of its path that are not ``counted`` yet, and are from now on."""
+    n_pages = 0
+    while node is not None and node.id not in counted:
+        counted.add(node.id)
+        n_pages += node.n_pages
+        node = node.parent
+    return n_pages
 
 
 def _unlocked_pages(node: RadixNode) -> int:
