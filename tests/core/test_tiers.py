@@ -136,7 +136,7 @@ def test_the_tier_is_never_beyond_its_bound_and_the_oldest_go_first():
 
 
 def test_a_path_that_is_longer_than_the_tier_is_not_written_for_ever():
-    """Six objects: the first four pages lie there when four more follow them, and nothing leaves."""
+    """Six objects: four pages lie there when four more follow them, and nothing leaves the pool."""
     world = TieredWorld(d_pages=9, tier=disk(objects=6, moving=2))
     d = world.d
     for n_pages in (2, 4, 8):
