@@ -28,6 +28,7 @@ from kvd.errors import Code, Refusal
 from kvd.types import NO_PAGES, Pages, Tokens, pack_ids
 from kvd.wire import admin, client, events
 from kvd.wire.peer import AskPrefix, Hello, Offer, PrefixFound
+from kvd.wire.pins import PinPrefix, PrefetchPrompt
 from tests.core.test_prompts import about
 from tests.core.world import PAGE, World, tokens
 
@@ -245,6 +246,8 @@ def test_no_request_names_an_epoch_or_any_control_character(namespace, after):
         client.OpenLease: {},
         client.HoldPrefix: {},
         client.MatchPrefix: {},
+        PrefetchPrompt: {},
+        PinPrefix: {"ttl_s": 1.0},
         client.ReceiveRequest: {"room": 7, "source": ("p",)},
         client.SendRequest: {"room": 7, "lease": 1},
         client.HandOver: {"room": 7, "lease": 1},

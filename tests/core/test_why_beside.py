@@ -179,6 +179,7 @@ def test_a_node_says_what_lies_beside_it_and_whether_it_is_a_tombstone(engine):
     gone = next(one for one in engine.node.leases.tree.nodes() if one not in keeper.nodes)
 
     assert why(engine, "node", 2)[2:] == [
+        "written by engine",
         f"swa: 3 pages, needed by {LEASE_3}",
         f"state: a snapshot, needed by {LEASE_3}",
     ]
