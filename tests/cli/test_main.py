@@ -34,6 +34,8 @@ PROMISED = (
         "flush",
         "epoch",
         "evict",
+        "pin",
+        "unpin",
         "abort",
         "fence",
         "drop",
