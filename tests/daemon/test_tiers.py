@@ -114,10 +114,17 @@ class Tiered:
         return state
 
     def assert_nothing_is_held(self) -> None:
-        """Nobody has a page, none is in doubt, and an audit finds nothing."""
-        now = self.daemon.snapshot()
-        (pool,) = now.pools
-        assert (now.leases, pool.held_pages, pool.quarantined_pages) == ((), 0, 0)
+        """Nobody has a page, none is in doubt, and an audit finds nothing.
+
+        Once nothing is on its way to the tier: the next process goes on with what is to be written.
+        """
+
+        def is_so():
+            now = self.daemon.snapshot()
+            (pool,) = now.pools
+            return (now.leases, pool.held_pages, pool.quarantined_pages) == ((), 0, 0)
+
+        self.until(is_so, "holds something still")
         assert findings(self.daemon) == ()
 
     def object_of(self, number: int, page: int) -> Path:
