@@ -92,7 +92,8 @@ def test_what_is_to_be_open_is_open_on_its_page_in_a_frame_of_later(endpoint):
     finally:
         daemon.close()
     assert done.exit_code == 0, done.output
-    assert "━ engines ━" in done.output
+    assert ">2 pools<" in done.output
+    assert "━ only lease:8, Esc: all ━" in done.output
     assert "there is no lease 8" in done.output
     assert time.monotonic() - begun_s > 0.7
 

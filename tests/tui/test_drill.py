@@ -83,7 +83,7 @@ async def test_leaked_page_and_forgotten_lock_are_found_and_shown_where_they_are
             await person.turns("radix")
             await person.presses("l")
             await person.reads(
-                "lock on radix", r"locked nodes ─+ 1-\d+ of \d+", r"\(no namespace\) +\d+ "
+                "lock on radix", r"locked nodes ━+ 1-\d+ of \d+", r"\(no namespace\) +\d+ "
             )
             assert node in person.app.page.table().data.order
 
@@ -169,7 +169,7 @@ async def test_handoff_whose_prefill_engine_stops_is_explained_and_ended_from_he
         await person.turns("overview")
         await person.reads(
             "stuck among the findings",
-            r"stuck-handoff: room 300 from p: \d+ of \d+ bytes, and nothing since",
+            r"stuck-handoff: room 300 from p: [\d.]+ \w+ of [\d.]+ \w+, and nothing since",
         )
         person.causes()
         await person.presses("x")
@@ -228,7 +228,7 @@ async def test_full_pool_says_who_has_the_most_of_it_and_since_when(pair, start,
             "overview",
             r"waiting 3 ",
             r"pool-short: kv can give 0 of 512 pages, 1 request waits and 2 behind",
-            r"lease of patient needs \d+",
+            r"lease of patient needs\b",
             r"greedy\s+\d+: 512 pages by 1 lease",
             r"x: open lease:\d+",
         )
