@@ -70,10 +70,17 @@ def pools() -> Iterator[Pools]:
         yield Pools(attachment)
 
 
+class Nothing:
+    """A channel to no daemon."""
+
+    def look(self) -> None:
+        """It never hangs up."""
+
+
 def lease(pools: Pools, kv: list[int], swa: list[int], state: list[int]) -> Lease:
     """A lease on these rows; nothing is asked of a daemon."""
     rows = (pack_ids(swa), pack_ids(state), pack_ids([1]))
-    port = Port(Connection(max_frame_bytes=1), None)  # type: ignore[arg-type]
+    port = Port(Connection(max_frame_bytes=1), Nothing())  # type: ignore[arg-type]
     view = LeaseView(7, prefix_tokens=0, pages=pack_ids(kv), beside=rows)
     return Lease(port, pools, view, PromptAddress(pools.match_page_tokens, ()))
 

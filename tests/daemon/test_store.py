@@ -145,7 +145,12 @@ def test_a_store_that_dies_and_comes_back_costs_hits_and_is_told(make, seaweed):
         node.compute(tokens_of(PROMPT_TOKENS, seed))
         time.sleep(0.5)
     node.push_out()
-    assert node.found(prompt) == (PROMPT_TOKENS, there)
+    # One order that fails while the store gets going sends the tier away again for a while.
+    until_s = time.monotonic() + LIMIT_S
+    while (found := node.found(prompt)) != (PROMPT_TOKENS, there):
+        assert found[1] == there
+        assert time.monotonic() < until_s, node.tier
+        time.sleep(0.5)
 
 
 def test_what_the_disk_has_not_comes_from_the_store(make, seaweed, tmp_path):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FOREIGN = 0x55
 FREE_S = 60.0
+JOURNAL_HEAD = 4096
 
 
 class Others:
@@ -71,7 +72,8 @@ class Stage:
     """What a case needs of a daemon."""
 
     def __init__(self, daemon: Daemon, settings: Mapping[str, str]) -> None:
-        self.daemon, self._pages = daemon, int(settings["pool.pages"])
+        self.daemon, self._settings = daemon, settings
+        self._pages = int(settings["pool.pages"])
         self._others: list[Others] = []
 
     @property
@@ -112,6 +114,17 @@ class Stage:
         """With the same memory, where that outlives it."""
         self.kill()
         self.start()
+
+    def wait_until_proven(self) -> None:
+        """The journal has the sum of every cached page: a word above 2**63 for each."""
+        journal = Path(self._settings["pool.directory"]) / "kvd.journal"
+
+        def is_so() -> bool:
+            words = np.fromfile(journal, np.uint64, self._pages, offset=JOURNAL_HEAD)
+            proven = np.count_nonzero(words >> np.uint64(63))
+            return bool(proven >= self.daemon.snapshot().pools[0].cached_pages)
+
+        self.daemon.wait_for(is_so, "a cached page is never summed", FREE_S)
 
     def hang(self) -> None:
         os.kill(self.daemon.pid, signal.SIGSTOP)

@@ -236,6 +236,8 @@ def test_returned(kind, engine_of, step):
     with stage_for(kind.pool, outlives=True) as stage:
         engine = engine_of(stage)
         begun(engine, stage, kind, step)
+        # What is cached last before a kill is lost until its sum is noted.
+        stage.wait_until_proven()
         assert engine.answer(PROMPT, Happening(step, stage.come_back)) is not None
         assert engine.cached(PREFIX[:-1]) == CACHED
         is_well(engine, stage)

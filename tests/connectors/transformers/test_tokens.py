@@ -144,7 +144,7 @@ def test_a_page_that_is_damaged_changes_the_tokens() -> None:
     alone = answered(model, ids)
     with daemon_for(model) as daemon, served(model, daemon) as node:
         answered(model, ids)
-        copies = node._link._copies
+        copies = node._link._link.fit
         for pages in copies._fit.layers:
             pages.k[:], pages.v[:] = 0, 0
         assert not torch.equal(answered(model, ids), alone)
