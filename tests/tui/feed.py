@@ -21,6 +21,7 @@ from kvd.wire.console import (
 from kvd.wire.snapshot import Totals
 from tui.app import KvdTui, Options
 from tui.model.mirror import Mirror
+from tui.widgets.head import Foot
 
 HOSTILE = "evil\x1b[2J[bold]\u202etxt"
 COLUMNS = (
@@ -143,6 +144,14 @@ async def settle(app, pilot) -> None:
     await pilot.pause()
     app.tick()
     await pilot.pause()
+
+
+async def resize(app, pilot, width: int, height: int) -> None:
+    """Make the terminal so large, and wait until that is painted; a timer brings it about."""
+    await pilot.resize_terminal(width, height)
+    while app.screen.query_one(Foot).size.width != width:
+        await pilot.pause(0.01)
+    await settle(app, pilot)
 
 
 def lines_of(app) -> list[str]:

@@ -22,7 +22,7 @@ from kvd.wire.admin import (
     Why,
 )
 from kvd.wire.console import Filter
-from tests.tui.feed import console, lines_of, settle
+from tests.tui.feed import console, lines_of, resize, settle
 from tests.tui.plain import plain  # noqa: F401 - a fixture for all tests here
 from tui.app import Location
 from tui.widgets.table import WindowedTable
@@ -365,11 +365,9 @@ async def test_the_question_mark_shows_the_keys_of_this_page_and_escape_closes_t
 async def test_help_and_the_way_out_are_named_however_narrow_it_is():
     async with shown(page="pools", size=(80, 24)) as (app, _, pilot):
         assert text_of(app).splitlines()[-1].rstrip().endswith("? help q quit")
-        await pilot.resize_terminal(40, 12)
-        await settle(app, pilot)
+        await resize(app, pilot, 40, 12)
         assert text_of(app).splitlines()[-1].rstrip() == "⏎ open / filter : command ? help q quit"
-        await pilot.resize_terminal(132, 40)
-        await settle(app, pilot)
+        await resize(app, pilot, 132, 40)
         assert text_of(app).splitlines()[-1].endswith("space freeze c compare ? help q quit")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvd.wire.admin import AbortRoom, AskOtherEnd
+from tests.tui.feed import resize
 from tests.tui.golden import same_text
 from tests.tui.staged import LARGE, SMALL, Stage, staged
 from tui.model.event_log import EventGap
@@ -64,7 +65,7 @@ async def test_a_line_has_its_age_and_the_seconds_of_the_daemons_clock():
         age_s = stage.link.town.now_s - event.at_s
         clock = stage.app.time_of_day(event.at_s, is_fine=True)
         assert lines_of(stage)[-1].startswith(f"▸    {age_s:.1f}s  {clock} · moved ")
-        await stage.pilot.resize_terminal(40, 12)
+        await resize(stage.app, stage.pilot, 40, 12)
         await stage.frame()
         assert clock not in stage.text
         assert f"{age_s:.1f}s · moved             room " in stage.text.split("▸")[1]
