@@ -35,7 +35,7 @@ from kvd.core.inspect.why import holders
 from kvd.core.layout.spec import device_number, has_bytes
 from kvd.core.leases.epochs import EpochAnswer, begin_epoch
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, pack_ids, short
+from kvd.types import ID_BYTES, NULL_PAGE, pack_ids, short
 from kvd.wire import admin
 
 if TYPE_CHECKING:
@@ -231,14 +231,8 @@ def _flushed_pages(
 
 def pin(node: NodeView, got: admin.Pin) -> VerbPlan | Refusal:
     """Keep the path to a node of the tree, or to the one that a page is in."""
-    tree, wanted = node.leases.tree, pack_ids([got.id])
-    edges = (
-        edge
-        for edge in tree.nodes()
-        if (edge.id == got.id if got.kind == "node" else why.has_page(edge.pages, wanted))
-    )
-    edge = next(edges, None)
-    if got.kind not in {"node", "page"} or edge is None:
+    tree, edge = node.leases.tree, _pinnable(node, got)
+    if edge is None:
         return Refusal(Code.BAD_REQUEST, f"there is no cached {got.kind} {got.id}: kvd tree")
     refusal = node.pins.flaw(got.ttl_s)
     if refusal is not None:
@@ -251,6 +245,18 @@ def pin(node: NodeView, got: admin.Pin) -> VerbPlan | Refusal:
         notes=(f"for {got.ttl_s:g} s, as {got.who}, all that leads to node {edge.id}",),
     )
     return VerbPlan(report, lambda: node.pins.pin(0, got.who, edge.namespace, tokens, got.ttl_s))
+
+
+def _pinnable(node: NodeView, got: admin.Pin) -> RadixNode | None:
+    """The node of the tree that is named, if there is one."""
+    leases = node.leases
+    if got.kind == "node":
+        return next((edge for edge in leases.tree.nodes() if edge.id == got.id), None)
+    # The number is an operator's: what is no page of the pool need not even fit into a page id.
+    if got.kind != "page" or not NULL_PAGE < got.id < leases.pool.total_pages:
+        return None
+    wanted = pack_ids([got.id])
+    return next((edge for edge in leases.tree.nodes() if why.has_page(edge.pages, wanted)), None)
 
 
 def unpin(node: NodeView, got: admin.Unpin) -> VerbPlan | Refusal:

@@ -368,7 +368,11 @@ def test_an_unknown_flush_mode_changes_nothing():
 @pytest.mark.parametrize(
     ("kind", "number", "message"),
     [
-        ("pages", 1, "'pages' is none of page, node, room, lease, receive, send, client, peer"),
+        (
+            "pages",
+            1,
+            "'pages' is none of page, node, room, lease, receive, send, client, peer, evicted",
+        ),
         ("receive", 7, "there is no receive 7: over, or never was; see its events"),
         ("send", 7, "there is no send 7: over, or never was; see its events"),
         ("client", 7, "there is no client 7: gone, or never was"),
@@ -385,6 +389,21 @@ def test_why_of_what_is_not_there_says_so(kind, number, message):
     reply = world.p.ask(admin.Why(1, kind, number))
     assert isinstance(reply, admin.AdminFailed)
     assert reply.refusal.message == message
+
+
+@pytest.mark.parametrize("kind", ["page", "node", "pages", ""])
+@pytest.mark.parametrize("number", [-(2**63), -1, 0, 64, 2**31, 2**32 + 1, 2**63 - 1])
+def test_a_pin_of_what_is_not_there_says_so(kind, number):
+    world = World()
+    lease = world.p.lease(PROMPT)
+    world.p.call(client.CommitAndRelease, lease=lease.lease)
+
+    reply = world.p.ask(admin.Pin(1, kind, number, 60.0, "alice"))
+
+    assert isinstance(reply, admin.AdminFailed)
+    assert reply.refusal.code is Code.BAD_REQUEST
+    assert reply.refusal.message == f"there is no cached {kind} {number}: kvd tree"
+    assert not world.p.node.pins.by_id
 
 
 def test_abort_of_a_room_that_is_not_open_is_refused():

@@ -169,7 +169,9 @@ def _unit_of(kind: type[msgspec.Struct], name: str) -> str:
         return last
     if last == "s":
         return "seconds"
-    return "text" if kind.__annotations__[name] == "str" else "count"
+    # A struct annotates only the fields that it adds to its bases.
+    declared = [vars(one).get("__annotations__", {}).get(name) for one in kind.__mro__]
+    return "text" if "str" in declared else "count"
 
 
 # ---- references: what to open --------------------------------------------------------------------
