@@ -28,6 +28,9 @@ from tests.connectors.contract.engine import (
 )
 from tests.connectors.contract.stage import stage_for
 
+# The first of an adapter has its engine's library imported, which a busy machine takes minutes for.
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).parents[3]
 COMES_S = 60.0
 CACHED = (len(PREFIX) - 1) // PAGE * PAGE
