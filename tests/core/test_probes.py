@@ -12,6 +12,7 @@ from kvd.core.tiers.keys import each_key, keys_along, layout_digest, root_key
 from kvd.types import ID_BYTES
 from kvd.wire import admin, client, events
 from tests.core.tiered import PAGE, TieredWorld, cached, disk, fill, tokens
+from tests.support.compiled import replaces_methods
 
 PROMPT = tokens((1, 8 * PAGE))
 LIFETIME_S = 60.0
@@ -211,6 +212,7 @@ def test_an_answer_that_says_more_than_was_asked_is_cut():
     assert not violations(d.node)
 
 
+@replaces_methods
 def test_too_many_questions_are_not_asked(monkeypatch):
     monkeypatch.setattr(probes, "MOST_PROBES", 2)
     _, d = shared()
