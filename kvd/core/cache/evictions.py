@@ -12,6 +12,7 @@ What must not live here: which node goes first (``eviction``), what is said of i
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from heapq import nlargest
 from struct import Struct
 from typing import TYPE_CHECKING, Final
 
@@ -54,6 +55,9 @@ MOST_PAGE_LISTS: Final = 64
 
 _ROW: Final = Struct("<QQQQQQIIIIIIIdd")
 """One row of the record, its fields in the order of ``LeftPrefix``."""
+
+_NUMBER_BYTES: Final = 8
+"""Of its first field."""
 
 _MOST: Final = 2**32 - 1
 
@@ -285,11 +289,18 @@ class Evictions:
         found = reversed(self.thrashing.values())
         return [pair for pair in found if now_s - pair.last.at_s <= SOON_S]
 
-    def last_left(self) -> list[LeftPrefix]:
-        """The record, what left last first."""
+    def last_left(self, most: int = MOST_LEFT) -> list[LeftPrefix]:
+        """The last rows of the record, what left last first."""
+        # Each snapshot asks for a few: only these are made, of all others the number is read.
+        slots = nlargest(most, range(MOST_LEFT if self.n_left else 0), key=self._number_at)
         words = list(self._words)
-        rows = [self._read(slot, words) for slot in range(MOST_LEFT)]
-        return sorted([row for row in rows if row is not None], key=_number, reverse=True)
+        rows = [self._read(slot, words) for slot in slots]
+        return [row for row in rows if row is not None]
+
+    def _number_at(self, slot: int) -> int:
+        """Of the row in that place; 0: there is none."""
+        at = slot * _ROW.size
+        return int.from_bytes(self._rows[at : at + _NUMBER_BYTES], "little")
 
     def _read(self, slot: int, words: list[str | bytes]) -> LeftPrefix | None:
         """The row in that place."""
@@ -356,7 +367,3 @@ def _digest(node: RadixNode, parent: RadixNode) -> tuple[int, RadixNode]:
         xxh3_64_intdigest(node.key, xxh3_64_intdigest(root.key, start) if root.key else start),
         root,
     )
-
-
-def _number(left: LeftPrefix) -> int:
-    return left.number

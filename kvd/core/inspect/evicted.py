@@ -33,7 +33,7 @@ def eviction_state(node: NodeView) -> EvictionState:
         prefixes=kept.n_left,
         hurt=kept.n_hurt,
         hurt_soon=kept.n_soon,
-        evicted=tuple([_row(node, left) for left in kept.last_left()[:ROWS_SHOWN]]),
+        evicted=tuple([_row(node, left) for left in kept.last_left(ROWS_SHOWN)]),
         missed=tuple([_missed(node, one) for one in islice(reversed(kept.missed), ROWS_SHOWN)]),
         thrashing=tuple([_thrash(node, pair) for pair in kept.thrashing_at(node.out.at_s)]),
     )
