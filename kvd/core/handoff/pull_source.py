@@ -230,15 +230,16 @@ class PullSource:
     def _wait_for_tier(self, ticket: PullTicket, message: AskPrefix, cached_tokens: int) -> bool:
         """Whether it waits for what a tier is known to have, and neither side has in its pool."""
         tokens, namespace = Tokens(message.tokens), message.namespace
-        n_more, _ = self._promotions.told(tokens, namespace, cached_tokens)
-        if not n_more or cached_tokens + n_more <= message.have_tokens:
+        found = self._promotions.look(tokens, namespace, cached_tokens)
+        here_tokens = max(cached_tokens, message.have_tokens)
+        if found is None or self._promotions.end_tokens(found) <= here_tokens:
             return False
         n_waiting = sum([other.waiter is not None for other in self.open_pulls()])
         # With as many tokens as it may come to: it is not asked again when the wait is over.
         if n_waiting >= MOST_WAITING or self._too_many(ticket.peer, count(tokens)) is not None:
             return False
         claim = self._claim(ticket.peer, tokens, namespace, NO_ROOM)
-        waited = self._promotions.wait_for(claim, ticket.until_s)
+        waited = self._promotions.wait_on(claim, found, ticket.until_s)
         if waited is None:
             return False
         asker = SourceAsker(self, ticket, message.have_tokens)

@@ -201,16 +201,27 @@ class Promotions:
         found = self.look(claim.tokens, claim.namespace)
         if found is None:
             return self._ask(claim, deadline_s)
-        now_s = self._out.at_s
-        # Half of the time that the request has is left for the room that it waits for then.
-        until_s = min(now_s + found.tier.settings.wait_s, now_s + (deadline_s - now_s) / 2)
-        if until_s <= now_s:
+        return self.wait_on(claim, found, deadline_s)
+
+    def wait_on(self, claim: Claim, found: TierPages, deadline_s: float) -> TierWait | None:
+        """Have what was found of the claim's prompt read, or wait for who does; None: go on."""
+        until_s = self._until_s(found.tier, deadline_s)
+        if until_s <= self._out.at_s:
             return None
         promotion = self._promotion_of(claim, found)
         if promotion is None:
             return None
         promotion.tier.counts.waits += 1
         return TierWait(claim, found.have_tokens, promotion, until_s)
+
+    def _until_s(self, tier: StorageTier, deadline_s: float) -> float:
+        """Half of the time that a request has is left for the room that it waits for then."""
+        now_s = self._out.at_s
+        return min(now_s + tier.settings.wait_s, now_s + (deadline_s - now_s) / 2)
+
+    def end_tokens(self, found: TierPages) -> int:
+        """How far into the prompt that goes."""
+        return found.have_tokens + len(found.keys) * self._leases.page_size
 
     def prefetch(self, session: int, call: int, tokens: Tokens, namespace: str) -> None:
         """Begin to read what a tier has of a prompt that will be asked for; nobody waits for it.
@@ -245,10 +256,9 @@ class Promotions:
         probe, have_tokens = self._probe_of(claim)
         if probe is None:
             return None
-        now_s, settings = self._out.at_s, probe.tier.settings
-        until_s = min(now_s + settings.wait_s, now_s + (deadline_s - now_s) / 2)
+        now_s, until_s = self._out.at_s, self._until_s(probe.tier, deadline_s)
         wait = TierWait(claim, have_tokens, probe, until_s)
-        wait.probed_until_s = min(until_s, now_s + settings.probe_s)
+        wait.probed_until_s = min(until_s, now_s + probe.tier.settings.probe_s)
         return wait if wait.probed_until_s > now_s else None
 
     def _probe_of(self, claim: Claim) -> tuple[TierProbe | None, int]:
@@ -323,8 +333,7 @@ class Promotions:
         found = self.look(tokens, namespace, prefix_tokens)
         if found is None:
             return 0, 0.0
-        n_tokens = found.have_tokens + len(found.keys) * self._leases.page_size - prefix_tokens
-        return max(0, n_tokens), found.tier.ms_for(len(found.keys))
+        return max(0, self.end_tokens(found) - prefix_tokens), found.tier.ms_for(len(found.keys))
 
     def told_of(self, lease: LeaseRecord, waited: TierWait | None) -> tuple[int, int, float]:
         """What a new lease is told: of its prefix what was promoted for it; then as ``told``."""
