@@ -157,6 +157,11 @@ class Shortage(msgspec.Struct, frozen=True):
         return self.needed_pages - self.headroom_pages
 
     @property
+    def words(self) -> str:
+        """For whoever is refused what is cached, because it is promised to leases."""
+        return f"{self.missing_pages} pages of {self.budget} are short"
+
+    @property
     def obtainable_pages(self) -> int:
         """The headroom, for whoever is told of it."""
         return max(0, self.headroom_pages)

@@ -343,8 +343,7 @@ class PullSource:
         evictable_pages = self._leases.tree.evictable_pages
         lease = self._leases.open_prefix(claim)
         if isinstance(lease, Shortage):  # of what is cached, where it is promised to a lease
-            why = f"{lease.missing_pages} pages of {lease.budget} are short"
-            return Refusal(Code.NO_ROOM, why, side=self._settings.name)
+            return Refusal(Code.NO_ROOM, lease.words, side=self._settings.name)
         # What is locked by others already is locked by this one at no cost: so are prefixes that
         # many peers pull at once.
         if self._leases.tree.evictable_pages == evictable_pages:

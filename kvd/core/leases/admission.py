@@ -415,8 +415,7 @@ class Admission:
         """It takes no page, so nobody who waits for some is before it."""
         lease = self._leases.open_prefix(waiter.claim)
         if isinstance(lease, Shortage):  # of what is cached, where it is promised to a lease
-            why = f"{lease.missing_pages} pages of {lease.budget} are short"
-            waiter.asker.refused(Refusal(Code.NO_ROOM, why))
+            waiter.asker.refused(Refusal(Code.NO_ROOM, lease.words))
         else:
             waiter.asker.admitted(lease)
 
