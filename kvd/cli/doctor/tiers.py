@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 from kvd.cli.doctor.finding import good, judged, poor, status_line, wrong
 from kvd.cli.doctor.host import visible
 from kvd.cli.doctor.service import SERVICE_USER
+from kvd.cli.doctor.transport import PROBE_S, in_child, last_words
 from kvd.cli.systemd_reach import user_called
 from kvd.families.budget import size_bytes
 from kvd.pools.mounts import mounts
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 ANSWER_S: Final = 1.0
 COUNTED_S: Final = 1.0
 """To add up what lies in a tier, which may be millions of files."""
-PROBE_S: Final = 20.0
 
 MEMORY: Final = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 LAYERED: Final = frozenset({"overlay", "aufs"})
@@ -304,18 +304,11 @@ def _plugin(tier: str, wanted: str, program: str) -> DoctorFinding:
     if program is POSIX:
         fix += "; where that is there, raise fs.aio-max-nr: sysctl -w fs.aio-max-nr=1048576"
     try:
-        tried = subprocess.run(
-            [sys.executable, "-P", "-c", program],
-            capture_output=True,
-            text=True,
-            timeout=PROBE_S,
-            check=False,
-        )
+        tried = in_child(program)
     except subprocess.TimeoutExpired:
         return wrong(check, f"takes more than {PROBE_S:.0f} s to begin", fix)
     except OSError as exc:
         return wrong(check, f"{sys.executable} cannot be started: {exc.strerror}", fix)
     if tried.returncode:
-        last = (tried.stderr.strip().splitlines() or ["no message"])[-1]
-        return wrong(check, f"does not begin: {clean(last)}", fix)
+        return wrong(check, f"does not begin: {last_words(tried)}", fix)
     return good(check, wanted)
