@@ -39,6 +39,14 @@ def with_rehearsal(verb: Callable[..., None]) -> Callable[..., None]:
     return option(verb)
 
 
+def operator_name() -> str:
+    """Who asks for it."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a uid without a name
+        return "an operator"
+
+
 def carry_out(
     target: Target,
     request: admin.Plannable,
@@ -187,11 +195,7 @@ def drain_command(target: Target, form: str, rehearsal: bool, wait: bool, **aske
     and peers stop asking. Engines keep their leases. kvd undrain serves again.
     """
     # Any: click gives --why and --deadline by their names, a text and a number.
-    try:
-        who = getpass.getuser()
-    except (KeyError, OSError):  # a uid without a name
-        who = "an operator"
-    request = Drain(CALL, who, **asked)
+    request = Drain(CALL, operator_name(), **asked)
     carry_out(target, request, form, rehearsal=rehearsal)
     if wait and not rehearsal:
         _follow(target, request.deadline_s)

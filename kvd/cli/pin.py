@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import getpass
 from typing import TYPE_CHECKING
 
 import click
 
 from kvd.cli import render
-from kvd.cli.change import carry_out, must_not_refuse, with_rehearsal
+from kvd.cli.change import carry_out, must_not_refuse, operator_name, with_rehearsal
 from kvd.cli.link import CALL, Target, with_target
 from kvd.cli.look import snapshot
 from kvd.cli.options import with_format
@@ -53,7 +52,7 @@ def pin_command(
     if number is None:
         msg = f"which {kind}? kvd pin {kind} ID"
         raise click.UsageError(msg)
-    who = owner or getpass.getuser()
+    who = owner or operator_name()
     request = admin.Pin(call=CALL, kind=kind, id=number, ttl_s=ttl_s, who=who)
     report = carry_out(target, request, form, rehearsal=rehearsal)
     must_not_refuse(report, "kvd pin shows the pins")

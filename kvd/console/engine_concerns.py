@@ -155,16 +155,16 @@ def awaited_clients(context: Context) -> Iterator[Concern]:
 def late_marks(context: Context) -> Iterator[Concern]:
     """Engines whose copies wait for what they compute first, once for each engine."""
     node = context.node
-    oldest: dict[int, MarkWait] = {}
+    groups: dict[int, list[MarkWait]] = {}
     for wait in node.engine_copies.marks:
-        oldest.setdefault(wait.session, wait)
-    for session, wait in oldest.items():
-        others = len(node.engine_copies.marks.of_session(session)) - 1
+        groups.setdefault(wait.session, []).append(wait)
+    for session, (wait, *others) in groups.items():
+        more = f", and {len(others)} more" if others else ""
         yield Concern(
             severity=MEDIUM if context.now_s > wait.until_s else LOW,
             kind="late-mark",
             subject=f"client:{session}",
-            evidence=f"{mark_words(node, wait)}{f', and {others} more' if others else ''}",
+            evidence=f"{mark_words(node, wait)}{more}",
             since_s=wait.since_s,
             rule=f"what an engine computes before a copy is done within {LATE_MARK_S:g} s",
             action=f"open client:{session}: its device computes for long, or hangs",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +20,15 @@ DEFAULT_TMPFS: Final = Path("/dev/shm")
 _ESCAPED: Final = re.compile(r"\\([0-7]{3})")
 
 
+class Mount(NamedTuple):
+    """Where a file system is, and what it is; ``device`` is its number, like ``8:1``."""
+
+    device: str
+    point: str
+    options: tuple[str, ...]
+    kind: str
+
+
 def kind_of(device: int, root: Path = Path("/")) -> str:
     """The type of the file system with this ``st_dev``, like ``tmpfs``; ``unknown`` if not seen.
 
@@ -28,17 +37,17 @@ def kind_of(device: int, root: Path = Path("/")) -> str:
         root: where ``proc`` is; another directory in tests.
     """
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    for fields, after in _rows(root):
-        if fields[2] == wanted:
-            return after[0]
+    for mount in mounts(root):
+        if mount.device == wanted:
+            return mount.kind
     return "unknown"
 
 
 def first_hugetlbfs(root: Path = Path("/")) -> Path | None:
     """Where the first hugetlbfs is mounted that may be written to; None if there is none."""
-    for fields, after in _rows(root):
-        if after[0] == HUGETLBFS and "ro" not in fields[5].split(","):
-            return Path(_ESCAPED.sub(lambda code: chr(int(code[1], 8)), fields[4]))
+    for mount in mounts(root):
+        if mount.kind == HUGETLBFS and "ro" not in mount.options:
+            return Path(mount.point)
     return None
 
 
@@ -53,8 +62,15 @@ def free_huge_bytes(page_bytes: int, root: Path = Path("/")) -> int:
     return (free - promised) * page_bytes
 
 
-def _rows(root: Path) -> Iterator[tuple[list[str], list[str]]]:
-    """Each mount: the fields before the dash of mountinfo, and those after it."""
-    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+def mounts(root: Path = Path("/")) -> Iterator[Mount]:
+    """As the kernel lists them: what is mounted later hides what was before.
+
+    Raises:
+        OSError: there is no such list.
+    """
+    listed = (root / "proc/self/mountinfo").read_text(errors="surrogateescape")
+    for line in listed.splitlines():
         before, _, after = line.partition(" - ")
-        yield before.split(" "), after.split(" ")
+        _, _, device, _, point, options, *_ = before.split(" ")
+        shown = _ESCAPED.sub(lambda code: chr(int(code[1], 8)), point)
+        yield Mount(device, shown, tuple(options.split(",")), after.partition(" ")[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from kvd.wire.admin import (
     AbortRoom,
     Audit,
+    Drain,
     Evict,
     Fence,
     Flush,
@@ -49,6 +51,22 @@ def test_a_verb_asks_once_and_says_what_changed(run, daemon, name):
     assert daemon.asked == [request]
     tail = ["every invariant holds"] if name == "audit" else []
     assert done.stdout.splitlines() == ["freed pages: 12", *tail]
+
+
+def test_a_user_without_a_name_may_pin_and_drain(run, daemon, monkeypatch):
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    monkeypatch.setattr(getpass, "getuser", nameless)
+    daemon.answer = lambda _request: Report(0, {}, ())
+
+    ended = [run("pin", "node", "12").exit_code, run("drain").exit_code]
+
+    assert ended == [0, 0]
+    assert daemon.asked == [
+        Pin(0, "node", 12, 3600.0, "an operator"),
+        Drain(0, "an operator"),
+    ]
 
 
 @pytest.mark.parametrize("name", VERBS)

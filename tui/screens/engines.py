@@ -60,8 +60,7 @@ def lease_state(row: NamedRow) -> tuple[str, Style]:
     """An arena is held too, but its engine places what is in it."""
     word = row.text("state")
     is_arena = row.text("reason") == "arena" and word == "held"
-    text, style = cells.show("arena" if is_arena else word, "state", row.at_s, 20)
-    return text, style
+    return cells.show("arena" if is_arena else word, "state", row.at_s, 20)
 
 
 def calls(row: NamedRow) -> tuple[str, Style]:

@@ -401,19 +401,23 @@ class SourceBar(Canvas):
             tokens, when = total, f"since it began, none in the {when}"
         title = (Styled("where tokens came from ", "head"), Styled(when, "dim"))
         came, because = _source_lines(tokens, width - 3)
-        self._made = [spans.headed(title, width - 1), *came, *because]
-        tiers = snapshot.table(TIERS)
-        if tiers is not None:
-            self._read.take(tiers)
-            found = [named_row_of(tiers, key) for key in tiers.order]
-            self._made += [self._tier(row, width) for row in found if row is not None]
-        if len(self._made) > room:
-            del self._made[1 + len(came) : 1 + len(came) + len(because)]
+        below = self._tiers(snapshot.table(TIERS), width)
+        if 1 + len(came) + len(because) + len(below) > room:
+            because = []
+        self._made = [spans.headed(title, width - 1), *came, *because, *below]
         return len(self._made)
 
     def show(self) -> None:
         """Paint what was made."""
         self.paint(self._made)
+
+    def _tiers(self, tiers: TableData | None, width: int) -> list[Line]:
+        """A line for each."""
+        if tiers is None:
+            return []
+        self._read.take(tiers)
+        found = [named_row_of(tiers, key) for key in tiers.order]
+        return [self._tier(row, width) for row in found if row is not None]
 
     def _tier(self, row: NamedRow, width: int) -> Line:
         """What came from a tier below the pool into the cache, and who waits for it."""

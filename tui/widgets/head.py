@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
-from rich.cells import cell_len
 from textual.widgets import Footer
 from textual.widgets._footer import FooterKey
 from typing_extensions import override
@@ -133,7 +132,7 @@ class Foot(Footer):
     @override
     def compose(self) -> ComposeResult:
         keys = [key for key in super().compose() if isinstance(key, FooterKey)]
-        widths = [cell_len(f"{key.key_display} {key.description} ") for key in keys]
+        widths = [spans.columns(f"{key.key_display} {key.description} ") for key in keys]
         while len(keys) > 2 and sum(widths) > self.app.size.width + 1:
             del keys[-3], widths[-3]
         yield from keys

@@ -342,8 +342,9 @@ class WindowedTable(Canvas):
         ]
         texts = {key: self._texts(data.rows[key]) for _, key in shown if key}
         self._lay_out(list(texts.values()), width)
-        heads = (self._caption(self._place_words(data), width), self._names(data))
-        lines = [*heads[: self.head_lines]]
+        lines = [self._caption(self._place_words(data), width)]
+        if self.head_lines == HEAD_LINES:
+            lines.append(self._names(data))
         lines += [self._line(index, key, texts.get(key)) for index, key in shown]
         if not data.total:
             why = data.trouble or ("nothing passes the filter" if self.filters else "none")

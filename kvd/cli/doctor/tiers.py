@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
-import re
 import shutil
 import socket
 import ssl
@@ -21,28 +20,30 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from kvd.cli.doctor.finding import good, judged, poor, status_line, wrong
 from kvd.cli.doctor.host import visible
 from kvd.cli.doctor.service import SERVICE_USER
+from kvd.cli.doctor.transport import PROBE_S, in_child, last_words
 from kvd.cli.systemd_reach import user_called
 from kvd.families.budget import size_bytes
+from kvd.pools.mounts import mounts
 from kvd.storage.nixl_objects import CUDA_MAJOR
 from kvd.storage.posix import MARK
 from kvd.text import amount, clean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from kvd.cli.doctor.finding import DoctorFinding, Subject
     from kvd.config.schema import StoreTierSection
+    from kvd.pools.mounts import Mount
 
 ANSWER_S: Final = 1.0
 COUNTED_S: Final = 1.0
 """To add up what lies in a tier, which may be millions of files."""
-PROBE_S: Final = 20.0
 
 MEMORY: Final = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 LAYERED: Final = frozenset({"overlay", "aufs"})
@@ -129,36 +130,21 @@ def _content(check: str, folder: Path, shown: str) -> DoctorFinding:
     return good(check, shown)
 
 
-class _Mount(NamedTuple):
-    """Where a file system begins, and what it is."""
-
-    point: str
-    kind: str
-
-
-def _mounts(subject: Subject) -> Iterator[_Mount]:
-    """As the kernel lists them: what is mounted later hides what was before."""
-    for line in subject.text("proc/self/mountinfo").splitlines():
-        before, _, behind = line.partition(" - ")
-        places, kinds = before.split(), behind.split()
-        if len(places) > 4 and kinds:
-            octal = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), places[4])
-            yield _Mount(octal, kinds[0])
-
-
 def _file_system(subject: Subject, folder: Path) -> DoctorFinding | None:
     """Whether it is a disk; None where the kernel does not say."""
     check, path = "tier disk file system", os.path.realpath(folder)
-    # The last of the longest.
-    found = _Mount("", "")
-    for mount in _mounts(subject):
-        if f"{path}/".startswith(f"{mount.point.rstrip('/')}/") and len(mount.point) >= len(
-            found.point
-        ):
-            found = mount
-    shown = f"{clean(found.kind)} at {clean(found.point)}"
-    if not found.kind:
+    above: list[Mount] = []
+    with contextlib.suppress(OSError):
+        above += [
+            mount
+            for mount in mounts(subject.root)
+            if f"{path}/".startswith(f"{mount.point.rstrip('/')}/")
+        ]
+    if not above:
         return None
+    # The longest, and of those the last.
+    found = max(reversed(above), key=lambda mount: len(mount.point))
+    shown = f"{clean(found.kind)} at {clean(found.point)}"
     if found.kind in MEMORY:
         what = f"{shown} is memory: the pool could have it, and it is gone with the host"
         return poor(check, what, "name a directory on a disk, and give the memory to pool.size")
@@ -318,18 +304,11 @@ def _plugin(tier: str, wanted: str, program: str) -> DoctorFinding:
     if program is POSIX:
         fix += "; where that is there, raise fs.aio-max-nr: sysctl -w fs.aio-max-nr=1048576"
     try:
-        tried = subprocess.run(
-            [sys.executable, "-P", "-c", program],
-            capture_output=True,
-            text=True,
-            timeout=PROBE_S,
-            check=False,
-        )
+        tried = in_child(program)
     except subprocess.TimeoutExpired:
         return wrong(check, f"takes more than {PROBE_S:.0f} s to begin", fix)
     except OSError as exc:
         return wrong(check, f"{sys.executable} cannot be started: {exc.strerror}", fix)
     if tried.returncode:
-        last = (tried.stderr.strip().splitlines() or ["no message"])[-1]
-        return wrong(check, f"does not begin: {clean(last)}", fix)
+        return wrong(check, f"does not begin: {last_words(tried)}", fix)
     return good(check, wanted)

@@ -55,22 +55,36 @@ SIDE_DEVICES = ("docker", "virbr", "br-", "veth", "cni", "podman", "lxc")
 """Devices that lead to containers of this host. UCX takes them like any other."""
 
 
+def in_child(program: str) -> subprocess.CompletedProcess[str]:
+    """Run that by this interpreter, in a process of its own: what it loads may hang or crash.
+
+    Raises:
+        subprocess.TimeoutExpired: it takes more than ``PROBE_S``.
+        OSError: it cannot be started.
+    """
+    return subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=PROBE_S,
+        check=False,
+    )
+
+
+def last_words(tried: subprocess.CompletedProcess[str]) -> str:
+    """Of one that failed."""
+    return clean((tried.stderr.strip().splitlines() or ["no message"])[-1])
+
+
 def binding(_subject: Subject) -> list[DoctorFinding]:
     """Whether NIXL can be imported, and which plugins it finds."""
     fix = "pip install 'kvd[daemon]'; kvd needs nixl_cu13 or nixl_cu12 to be importable"
     try:
-        probe = subprocess.run(
-            [sys.executable, "-P", "-c", PLUGINS],
-            capture_output=True,
-            text=True,
-            timeout=PROBE_S,
-            check=False,
-        )
+        probe = in_child(PLUGINS)
     except subprocess.TimeoutExpired:
         return [wrong("nixl", f"its import takes more than {PROBE_S:.0f} s", fix)]
     if probe.returncode:
-        last = (probe.stderr.strip().splitlines() or ["no message"])[-1]
-        return [wrong("nixl", f"does not load: {clean(last)}", fix)]
+        return [wrong("nixl", f"does not load: {last_words(probe)}", fix)]
     module, plugins = msgspec.json.decode(probe.stdout, type=tuple[str, list[str]])
     if "UCX" not in plugins:
         return [wrong("nixl", f"{module} has no UCX plugin, only {', '.join(plugins)}", fix)]
