@@ -6,6 +6,7 @@ what it has.
 
 from __future__ import annotations
 
+import codecs
 import os
 import traceback
 from pathlib import Path
@@ -53,6 +54,8 @@ def in_child(
 
 def nobody() -> None:
     """Be a user without rights, and without any group."""
+    # A name of a host takes this codec, whose file such a user may not be able to read.
+    codecs.lookup("idna")
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
