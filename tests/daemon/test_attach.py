@@ -27,6 +27,7 @@ from kvd.pools.arena import Arena, reserve
 from kvd.pools.build import pool_memory
 from kvd.wire.attach import PROTOCOL, Attach, Attached, AttachRequest, Join
 from tests.support.attaching import AttachListener, ListenedAttach
+from tests.support.descriptors import none_left
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -131,11 +132,10 @@ def with_daemon(
             loop_factory: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path, arena: Arena
         ) -> None:
             async def run() -> None:
-                before = set(os.listdir("/proc/self/fd"))
-                daemon = Daemon(tmp_path / "attach.sock", arena, limits)
-                await body(daemon)
-                daemon.server.close()
-                assert set(os.listdir("/proc/self/fd")) == before
+                with none_left():
+                    daemon = Daemon(tmp_path / "attach.sock", arena, limits)
+                    await body(daemon)
+                    daemon.server.close()
 
             with asyncio.Runner(loop_factory=loop_factory) as runner:
                 runner.run(run())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -74,8 +73,3 @@ def content(arena: Arena, n: int) -> tuple[bytes, bytes]:
     """The first and the last ``n`` bytes."""
     with mmap.mmap(arena.fd, arena.size_bytes) as seen:
         return seen[:n], seen[-n:]
-
-
-def descriptors() -> set[str]:
-    """What this process has open."""
-    return set(os.listdir("/proc/self/fd"))

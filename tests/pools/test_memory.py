@@ -26,12 +26,12 @@ from tests.pools.keeping import (
     STORE,
     at,
     content,
-    descriptors,
     opened,
     shm_directory,
     spec,
     written,
 )
+from tests.support.descriptors import none_left
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,9 +50,8 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _no_descriptor_is_left() -> Iterator[None]:
-    before = descriptors()
-    yield
-    assert descriptors() == before
+    with none_left():
+        yield
 
 
 def kept(directory: Path) -> dict[str, int]:
