@@ -9,12 +9,12 @@ from typing import ClassVar
 import pytest
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from transformers import StoppingCriteria, StoppingCriteriaList  # noqa: E402
 
 from kvd.client import connect_sync  # noqa: E402
-from kvd.connectors.transformers import node  # noqa: E402
+from kvd.connectors.transformers import generate, node  # noqa: E402
 from kvd.connectors.transformers.cache_link import CacheLink  # noqa: E402
 from kvd.connectors.transformers.copies import PageCopies  # noqa: E402
 from kvd.demo.models import ARCHITECTURES, build_model  # noqa: E402
@@ -146,7 +146,8 @@ class ScriptEngine(PlayedEngine):
 
     @classmethod
     def with_other_version(cls, endpoint, patch):
-        patch.setattr(transformers, "__version__", "6.1.0")
+        # Where it is read: the library makes itself anew in ``sys.modules`` as models are built.
+        patch.setattr(f"{generate.__name__}.transformers.__version__", "6.1.0")
         lines = []
         handler = logging.Handler()
         handler.emit = lambda record: lines.append(record.getMessage())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache, GenerationConfig, T5Config, T5ForConditionalGeneration
 
 from kvd.client import KvdError
-from kvd.connectors.transformers import node
+from kvd.connectors.transformers import generate, node
 from kvd.connectors.transformers.layout import shape_of
 from tests.connectors.transformers.world import answered, daemon_for, model_of, prompt, served
 
@@ -105,7 +104,7 @@ def test_a_model_with_an_encoder_is_refused_in_words() -> None:
 
 
 def test_another_version_is_served_where_that_is_asked_for(monkeypatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "6.1.0")
+    monkeypatch.setattr(f"{generate.__name__}.transformers.__version__", "6.1.0")
     model = model_of("llama")
     with daemon_for(model) as daemon, served(model, daemon, any_version=True) as made:
         answered(model, IDS)
