@@ -135,13 +135,15 @@ class ProxiedEngine:
 
     def served(self, now_s: float) -> None:
         """A request was answered, or goes on being answered."""
-        self.said_well(now_s)
         self.failed_in_a_row, self.doubted_until_s = 0, -math.inf
+        self.said_well(now_s)
 
     def said_well(self, now_s: float) -> None:
-        """It answered, though no request for a client: it is there."""
+        """It answered, though no request for a client: it is there, and why it is doubted stays."""
         self.is_refusing = self.is_late = False
-        self.answered_s, self.why = now_s, ""
+        self.answered_s = now_s
+        if now_s >= self.doubted_until_s:
+            self.why = ""
 
     def was_busy(self, now_s: float, for_s: float, why: str) -> None:
         """It takes no more now, and says for how long."""

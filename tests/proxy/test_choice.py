@@ -75,8 +75,9 @@ def test_requests_that_break_are_doubted_for_longer_each_and_health_alone_does_n
     one = engine(1)
     one.failed(NOW_S, "broke")
     one.said_well(NOW_S)
-    assert one.state(NOW_S + 4.9) is EngineState.DOUBTED
-    assert one.state(NOW_S + 5.0) is EngineState.UP
+    assert (one.state(NOW_S + 4.9), one.why) == (EngineState.DOUBTED, "broke")
+    one.said_well(NOW_S + 5.0)
+    assert (one.state(NOW_S + 5.0), one.why) == (EngineState.UP, "")
     for _ in range(50):
         one.failed(NOW_S, "broke")
     assert one.state(NOW_S + 59.9) is EngineState.DOUBTED

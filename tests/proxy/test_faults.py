@@ -316,14 +316,15 @@ async def test_a_slow_health_is_evidence_of_nothing():
     async with running(engine), proxy_for([], [engine.url], HASTY) as (server, url):
         for _ in range(3):
             assert status_of(await say(url, ASK)) == 200
-            await asyncio.sleep(0.4)
+            async with asyncio.timeout(30):
+                while not server.engines[0].is_late:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
         async with aiohttp.request("GET", f"{url}/health") as page:
             assert page.status == 200
             (said,) = (await page.json())["engines"]
         assert (said["up"], said["state"]) == (True, "doubted")
         assert said["why"] == "/health took more than 0.3 s"
-        assert said["answered_s_ago"] < 5
-        assert server.engines[0].is_late
+        assert said["answered_s_ago"] < 30
 
 
 @pytest.mark.parametrize(
