@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")
 WAITS_FOR_PROCESSES = frozenset(
-    {"bench", "cli", "client", "console", "daemon", "demo", "fault", "integration", "recorder"}
-    | {"security", "systemd", "transfer", "tui", "zmtp"}
+    {"bench", "cli", "client", "connectors", "console", "cuda", "daemon", "demo", "engines"}
+    | {"examples", "fault", "integration", "proxy", "recorder", "security", "storage", "systemd"}
+    | {"transfer", "tui", "zmtp"}
 )
 """Rooms of tests that start daemons, engines or terminals."""
 MOST = 3

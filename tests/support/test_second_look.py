@@ -42,5 +42,5 @@ def test_nothing_is_known_of_a_run_that_kept_nothing(tmp_path, monkeypatch):
 
 
 def test_the_rooms_are_there():
-    rooms = {path.parent.name for path in second_look.Path("tests").glob("*/test_*.py")}
+    rooms = {path.parts[1] for path in second_look.Path("tests").glob("*/**/test_*.py")}
     assert rooms >= second_look.WAITS_FOR_PROCESSES
