@@ -166,7 +166,7 @@ def test_one_handoff_is_aborted(desk):
         return {row.room for row in desk.pair.decode.snapshot().rooms}
 
     assert desk.room in rooms()
-    desk.walks("4\x0b\r", rf"abort room {desk.room} ", r"What would come of it now")
+    desk.walks("4\x0b\r", rf"abort room {desk.room}\b", r"What would come of it now")
     desk.terminal.press("y")  # the fourth key
     desk.terminal.until(lambda text: "Esc  close" in text, "that it is done")
     end_s = time.monotonic() + 10.0
