@@ -1,4 +1,4 @@
-"""transformers' ``generate`` with the node's prefix cache: what it has of a prompt is not computed.
+"""transformers with the node's prefix cache: what it has of a prompt is not computed.
 
     with kvd.connectors.transformers.node(model):
         out = model.generate(ids, max_new_tokens=64)
@@ -14,6 +14,7 @@ Read in this order:
 - ``cache``: the cache that the model is given;
 - ``layout``: which of its tensors is which page of the pool, and the pool that a model needs;
 - ``copies``: from pages, and to them;
+- ``batches``: the same for prompts of ``generate_batch``, in blocks of transformers' own;
 - ``cache_link``: what is asked of the daemon, and when;
 - ``weights``: whose KV it is.
 """

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import msgspec
 import transformers
 
 from kvd.connectors.daemon_link import ConnectorSession
@@ -17,7 +19,11 @@ from kvd.connectors.transformers.copies import NotWhole, PageCopies
 from kvd.connectors.transformers.layout import PoolFit
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from transformers import PreTrainedConfig
 
     from kvd.client import SyncLease
@@ -25,6 +31,25 @@ if TYPE_CHECKING:
     from kvd.connectors.transformers.layout import CacheShape
 
 logger = logging.getLogger("kvd.connectors.transformers")
+
+R = TypeVar("R")
+
+
+class AnswerCounts(msgspec.Struct):
+    """What became of the prompts of one model. ``alone``: of those without kvd how many, by why."""
+
+    prompts: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    saved_tokens: int = 0
+    alone: Counter[str] = msgspec.field(default_factory=Counter)
+
+
+class SavedPrefix(NamedTuple):
+    """So many tokens are cached; ``new``: of them those that were not before."""
+
+    upto: int
+    new: int
 
 
 class CacheLink:
@@ -84,31 +109,21 @@ class CacheLink:
             ids: (1, tokens).
             namespace: whose KV it must be.
         """
-        with self._lock:
-            cache = self._load(ids, namespace)
-            return self._load(ids, namespace) if cache is None and self._link.was_lost else cache
 
-    def _load(self, ids: torch.Tensor, namespace: str) -> KvdCache | None:
-        with self._link.asked() as asked:
-            if asked is None:
-                return None
-            node, copies = asked
-            tokens = ids[0].cpu().numpy()
-            lease = node.lease(tokens, hold="prefix", namespace=namespace, deadline_s=0)
-            cache = copies.empty()
+        def filled(copies: PageCopies, lease: SyncLease) -> KvdCache:
             # The last token is computed in any case, for what comes behind it.
             most = (ids.shape[1] - 1) // copies.page_size * copies.page_size
             n_tokens = min(lease.prefix_len, most)
+            if not n_tokens:
+                return copies.empty()
             try:
-                if n_tokens:
-                    cache = copies.load(lease, n_tokens)
-                    cache.loaded(ids[:, :n_tokens])
+                cache = copies.load(lease, n_tokens)
             except NotWhole:
-                cache = copies.empty()
-            finally:
-                lease.leave()
+                return copies.empty()
+            cache.loaded(ids[:, :n_tokens])
             return cache
-        return None
+
+        return self.read(ids[0].cpu().numpy(), namespace, filled)
 
     def save(self, cache: KvdCache, namespace: str) -> int:
         """Have whole pages of what was computed cached.
@@ -116,33 +131,83 @@ class CacheLink:
         Returns:
             How many tokens are cached by this that were not before.
         """
-        with self._lock:
-            saved = self._save(cache, namespace)
-            return self._save(cache, namespace) if self._link.was_lost else saved
+        page_size = self.page_size
+        if page_size and cache.n_tokens // page_size * page_size <= cache.saved_tokens:
+            return 0
 
-    def _save(self, cache: KvdCache, namespace: str) -> int:
-        with self._link.asked() as asked:
-            if asked is None:
-                return 0
-            node, copies = asked
-            n_tokens = cache.n_tokens // copies.page_size * copies.page_size
-            if n_tokens <= cache.saved_tokens:
-                return 0
-            step = copies.step_tokens()
-            lease = node.lease(
-                cache.tokens()[:n_tokens], namespace=namespace, deadline_s=0, step_tokens=step
-            )
-            is_whole = False
-            try:
-                if lease.prefix_len < n_tokens:
-                    self._slide(lease, n_tokens, step)
-                    copies.save(lease, cache, n_tokens)
-                is_whole = True
-            finally:
-                lease.leave(() if is_whole else None)
-            cache.saved_tokens = n_tokens
-            return n_tokens - lease.prefix_len
-        return 0
+        def fill(copies: PageCopies, lease: SyncLease, n_tokens: int) -> None:
+            copies.save(lease, cache, n_tokens)
+
+        saved = self.write(cache.tokens(), namespace, fill)
+        if saved is None:
+            return 0
+        cache.saved_tokens = saved.upto
+        return saved.new
+
+    def read(
+        self,
+        tokens: Sequence[int] | NDArray[np.int64],
+        namespace: str,
+        use: Callable[[PageCopies, SyncLease], R],
+    ) -> R | None:
+        """What ``use`` makes of a lease on what the node has of them; None: nobody can be asked."""
+
+        def ask() -> R | None:
+            with self._link.asked() as asked:
+                if asked is None:
+                    return None
+                node, copies = asked
+                lease = node.lease(tokens, hold="prefix", namespace=namespace, deadline_s=0)
+                try:
+                    return use(copies, lease)
+                finally:
+                    lease.leave()
+            return None
+
+        return self._tried(ask)
+
+    def write(
+        self,
+        tokens: Sequence[int] | NDArray[np.int64],
+        namespace: str,
+        fill: Callable[[PageCopies, SyncLease, int], None],
+    ) -> SavedPrefix | None:
+        """Have whole pages of them cached; None: they are not.
+
+        Args:
+            tokens: from the start of a prompt.
+            namespace: whose KV it is.
+            fill: writes what a lease's prefix does not have of so many tokens.
+        """
+
+        def ask() -> SavedPrefix | None:
+            with self._link.asked() as asked:
+                if asked is None:
+                    return None
+                node, copies = asked
+                n_tokens = len(tokens) // copies.page_size * copies.page_size
+                step = copies.step_tokens()
+                lease = node.lease(
+                    tokens[:n_tokens], namespace=namespace, deadline_s=0, step_tokens=step
+                )
+                is_whole = False
+                try:
+                    if lease.prefix_len < n_tokens:
+                        self._slide(lease, n_tokens, step)
+                        fill(copies, lease, n_tokens)
+                    is_whole = True
+                finally:
+                    lease.leave(() if is_whole else None)
+                return SavedPrefix(n_tokens, n_tokens - lease.prefix_len)
+            return None
+
+        return self._tried(ask) if len(tokens) >= max(1, self.page_size) else None
+
+    def _tried(self, ask: Callable[[], R | None]) -> R | None:
+        """Where the session was over, a new one is asked at once."""
+        with self._lock:
+            found = ask()
+            return ask() if found is None and self._link.was_lost else found
 
     @property
     def page_size(self) -> int:

@@ -109,6 +109,50 @@ class PageCopies:
                 for name, tensor in _state_of(layer).items():
                     pages.state[name][own].copy_(tensor[0])
 
+    def tokens_of(
+        self, lease: SyncLease, layer: int, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer without a window, (stop - start, heads, dim), copied.
+
+        Raises:
+            KvdError: as ``load``.
+        """
+        pages = self._fit.layers[layer]
+        assert pages.k is not None
+        assert pages.v is not None
+        first = start // self.page_size
+        row = lease.pages_of(pages.part)[first : -(-stop // self.page_size)]
+        numbers = torch.from_numpy(row.astype(np.int64))
+        offset = first * self.page_size
+        k, v = (
+            view[numbers].flatten(0, 1)[start - offset : stop - offset]
+            for view in (pages.k, pages.v)
+        )
+        return k, v
+
+    def write_tokens(
+        self, lease: SyncLease, layer: int, n_tokens: int, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Write what the lease's prefix does not have of ``n_tokens``, which are whole pages.
+
+        Args:
+            lease: of these tokens.
+            layer: without a window.
+            n_tokens: as in ``save``.
+            k: (tokens behind the prefix, heads, dim).
+            v: likewise.
+
+        Raises:
+            KvdError: as ``load``.
+        """
+        pages = self._fit.layers[layer]
+        assert pages.k is not None
+        assert pages.v is not None
+        row = lease.pages_of(pages.part)
+        row = row[lease.prefix_len // self.page_size : n_tokens // self.page_size]
+        for view, states in zip((pages.k, pages.v), (k, v), strict=True):
+            _write(view, row, states.view(-1, self.page_size, *states.shape[1:]))
+
     def _parts(self) -> set[str]:
         found = {pages.part for pages in self._fit.layers if pages.part}
         return found | ({STATE} if self._fit.shape.has_states else set())

@@ -17,21 +17,20 @@ since a state can be gone on from only where it stands; the rest is ``generate``
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import os
 import threading
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
-import msgspec
 import torch
 import transformers
 from transformers import GenerationConfig
 
 from kvd.connectors.transformers.cache import KvdCache
-from kvd.connectors.transformers.cache_link import CacheLink
+from kvd.connectors.transformers.cache_link import AnswerCounts, CacheLink
 from kvd.connectors.transformers.layout import ARGUMENTS, shape_of
 from kvd.connectors.transformers.weights import (
     WeightWatch,
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from transformers import PreTrainedModel
+
+    from kvd.connectors.transformers.batches import ServedBatches
 
 logger = logging.getLogger("kvd.connectors.transformers")
 
@@ -79,16 +80,6 @@ BY_POSITION: Final = 4
 """Arguments of ``generate`` behind the configuration that change nothing here; then come others."""
 
 AWAY: Final = "the daemon is not there"
-
-
-class AnswerCounts(msgspec.Struct):
-    """What became of the prompts of one model. ``alone``: of those without kvd how many, by why."""
-
-    prompts: int = 0
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    saved_tokens: int = 0
-    alone: Counter[str] = msgspec.field(default_factory=Counter)
 
 
 def node(
@@ -180,6 +171,7 @@ class GenerateNode:
         self.namespace = ""
         """Whose KV the model computes, as of the last ``generate``; empty before the first."""
         self.counts = AnswerCounts()
+        self._batches = self._batches_of(link)
 
     def __enter__(self) -> Self:
         # Of the instance, so that whoever has the model, a pipeline too, calls this one.
@@ -191,9 +183,13 @@ class GenerateNode:
         self._before = {name: of_instance.pop(name, None) for name in ours}
         of_instance.update(ours)
         self._hook = self._model.register_forward_pre_hook(self._given, with_kwargs=True)
+        if self._batches is not None:
+            self._batches.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._batches is not None:
+            self._batches.end()
         for name, before in self._before.items():
             vars(self._model).pop(name, None)
             if before is not None:
@@ -235,6 +231,27 @@ class GenerateNode:
         finally:
             cache.forget()
         return out
+
+    def _batches_of(self, link: CacheLink | None) -> ServedBatches | None:
+        if link is None:
+            return None
+        try:
+            batches = importlib.import_module("kvd.connectors.transformers.batches")
+        except ImportError as error:  # of a version that was not run
+            logger.info("kvd: batches go without it: %s", error)
+            return None
+
+        def namespace() -> str:
+            return "" if self._name_weights(link) else self.namespace
+
+        served: ServedBatches = batches.ServedBatches(
+            self._model,
+            link,
+            namespace=namespace,
+            counts=self.counts,
+            saves=self._save == "all",
+        )
+        return served
 
     # ---- around it -------------------------------------------------------------------------------
 
