@@ -36,6 +36,11 @@ class LeftPrefix(msgspec.Struct, frozen=True, gc=False):
     """Where it lay when it left; empty: nowhere, it was dropped."""
     at_s: float
     touched_at: float
+    quota: str = ""
+    """For whose quota it went out of its turn, where ``beyond_pages`` is not 0; then as in
+    ``QuotaReason``."""
+    limit_pages: int = 0
+    beyond_pages: int = 0
 
 
 class MissedPrefix(msgspec.Struct, frozen=True, gc=False):
