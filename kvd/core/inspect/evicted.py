@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from kvd.core.cache.evictions import FLUSH, OPERATOR, SOON_S
 from kvd.core.cache.namespaces import told
 from kvd.core.inspect.explanation import Explanation, links_of
-from kvd.core.inspect.quota_states import because
+from kvd.core.inspect.quota_states import out_of_turn
 from kvd.core.leases.owners import name_of
 from kvd.wire.snapshot import EvictedPrefix, EvictionState, MissedAgain, ThrashState
 
@@ -55,7 +55,7 @@ def _row(node: NodeView, left: LeftPrefix) -> EvictedPrefix:
         tier=left.tier,
         ago_s=now_s - left.at_s,
         unused_s=left.at_s - left.touched_at,
-        because=because(left),
+        because=out_of_turn(left),
     )
 
 

@@ -71,7 +71,7 @@ def _words(share: QuotaShare, now_s: float) -> str:
     return ""
 
 
-def because(left: LeftPrefix) -> str:
+def out_of_turn(left: LeftPrefix) -> str:
     """Why a prefix went out of its turn; empty where it did not."""
     name = repr(left.quota) if left.quota else NO_NAMESPACE
     if left.beyond_pages > 0:
