@@ -10,7 +10,6 @@ from kvd.core.cache.quotas import MOST_QUOTAS
 from kvd.families import Breach
 from kvd.families.budget import beside, block_bytes, size_bytes
 from kvd.families.sharding import shard_count
-from kvd.text import amount
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,10 +101,10 @@ def _fit_disk(config: Config) -> Iterator[Breach]:
     wanted = sum(map(_bytes, quotas.floor.values()))
     if wanted > room:
         rule = (
-            f"and the other floors are {amount(wanted)} together, tiers.disk.size is {disk.size} "
-            f"and {disk.max_moving} of it may be under way"
+            f"and the other floors are {wanted // 1024}KiB together, tiers.disk.size is "
+            f"{disk.size} and {disk.max_moving} of it may be under way"
         )
-        fix = f"keep them within {amount(max(0, room))}"
+        fix = f"keep them within {max(0, room) // 1024}KiB"
         yield Breach(f"{_DISK}.floor", rule, fix, entry=list(quotas.floor)[-1])
 
 

@@ -59,7 +59,7 @@ def test_what_can_hold_is_taken(sets: tuple[str, ...]) -> None:
         (
             (*TIER, "quotas.disk.floor.a=700MiB", "quotas.disk.floor.b=100MiB"),
             "quotas.disk.floor.b",
-            "and the other floors are 800.0 MiB together, tiers.disk.size is 1GiB and 256MiB of it",
+            "and the other floors are 819200KiB together, tiers.disk.size is 1GiB and 256MiB of it",
         ),
         (
             ("quotas.pool.ceiling.a=1GiB", "cache.mode=off"),
