@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 from xxhash import xxh3_64_intdigest
 
-from kvd.core.cache.left_prefix import EvictionRound, LeftPrefix, MissedPrefix, Thrashing
-from kvd.core.cache.quotas import QuotaReason
+from kvd.core.cache.left_prefix import (
+    EvictionRound,
+    LeftPrefix,
+    MissedPrefix,
+    QuotaReason,
+    Thrashing,
+)
 from kvd.types import ID_BYTES, NO_PAGES, Pages, Tokens
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from kvd.core.cache.eviction import EvictionOrder, Policy
-    from kvd.core.cache.quotas import QuotaReason
+    from kvd.core.cache.left_prefix import QuotaReason
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.layout.quota import Quota
 

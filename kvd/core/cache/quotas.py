@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, TypeVar
 
-import msgspec
 from mypy_extensions import mypyc_attr
 
+from kvd.core.cache.left_prefix import QuotaReason
 from kvd.core.cache.namespaces import base_of, name_in
 
 if TYPE_CHECKING:
@@ -88,17 +88,6 @@ class QuotaShare:
         taken = min(n_pages, n_pages - self.n_pages + quota.floor_pages)
         self.taken_pages += taken
         return QuotaReason(quota.namespace, quota.floor_pages, -taken)
-
-
-class QuotaReason(msgspec.Struct, frozen=True, gc=False):
-    """Why something went out of its turn."""
-
-    namespace: str
-    """Of the quota."""
-    limit_pages: int
-    """Its ceiling, or its floor."""
-    beyond_pages: int
-    """Above 0: its ceiling, by so much. Below 0: so many pages of its floor went with it."""
 
 
 S = TypeVar("S", bound=QuotaShare)
