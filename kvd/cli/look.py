@@ -62,8 +62,9 @@ def status_command(target: Target, form: str) -> None:
 @with_format
 def pools_command(target: Target, form: str) -> None:
     """Show the pages of each component by state, and whether they add up to the total."""
-    states = snapshot(target).pools
-    render.answer(form, states, render.pools(states))
+    shot = snapshot(target)
+    quotas = [quota for quota in shot.quotas if quota.place == render.POOL]
+    render.answer(form, shot.pools, render.with_quotas(render.pools(shot.pools), quotas))
 
 
 @click.command()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 import msgspec
@@ -24,11 +24,11 @@ from kvd.types import short
 from kvd.wire.page_address import in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kvd.wire import snapshot as shown
     from kvd.wire.admin import Because, Beside, OtherEnd, Report, Tree
-    from kvd.wire.snapshot import PoolState, Snapshot
+    from kvd.wire.snapshot import PoolState, QuotaState, Snapshot
 
 PLAIN_WIDTH = 4096
 """Columns where the output is no terminal: no table is wider, so nothing is folded."""
@@ -248,6 +248,11 @@ def _troubles(shot: Snapshot) -> list[Text]:
         if client.state == "hung-up-on"
     ]
     found += [f"{clean(pair.why)}: kvd why evicted" for pair in shot.evictions.thrashing]
+    found += [
+        f"{clean(quota.namespace)} in {clean(quota.place)}: {clean(quota.why)}: kvd why evicted"
+        for quota in shot.quotas
+        if quota.why
+    ]
     found += [f"{clean(mark.words)}: kvd why client {mark.session}" for mark in shot.late_marks]
     if quarantined := sum(pool.quarantined_pages for pool in shot.pools):
         found.append(f"{quarantined} pages are quarantined, a remote may still write: kvd locks")
@@ -292,6 +297,31 @@ def pools(states: tuple[PoolState, ...]) -> RenderableType:
     if len(states) == 1 and not states[0].companions:
         return out
     return Group(out, Text(_total_bytes(states), "dim"))
+
+
+POOL: Final = "pool"
+"""The place of a quota that is in no tier."""
+
+
+def with_quotas(out: RenderableType, quotas: Sequence[QuotaState]) -> RenderableType:
+    """The same, and below it what namespaces have there beside their quotas."""
+    if not quotas:
+        return out
+    table = TextTable("NAMESPACE", "PLACE", "PAGES>", "USED>", "FLOOR>", "CEILING>", "WENT>")
+    for quota in quotas:
+        most = quota.ceiling_pages
+        went = quota.went_over_pages + quota.taken_pages
+        table.row(
+            clean(quota.namespace),
+            clean(quota.place),
+            str(quota.pages),
+            amount(quota.pages * quota.page_bytes),
+            str(quota.floor_pages or "-"),
+            "-" if most is None else str(most),
+            str(went or "-"),
+            prose=clean(quota.why),
+        )
+    return Group(out, Text(), table)
 
 
 def _prose(component: PoolState) -> Iterator[str]:

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 @with_format
 def tiers_command(target: Target, form: str) -> None:
     """Show what lies in each tier below the pool, what moves, and what came of it."""
-    states = snapshot(target).tiers
-    render.answer(form, states, tiers(states))
+    shot = snapshot(target)
+    quotas = [quota for quota in shot.quotas if quota.place != render.POOL]
+    render.answer(form, shot.tiers, render.with_quotas(tiers(shot.tiers), quotas))
 
 
 def tiers(states: tuple[TierState, ...]) -> RenderableType:

@@ -229,8 +229,11 @@ def with_changes(config: Config, taken: list[KeyChange]) -> Config:
         section = field_of(key.section)
         value = change.after
         if change.entry is not None:
-            table = cast("dict[str, str]", value_of(config, key))
-            value = {**table, change.entry: cast("str", change.after)}
+            table = {**cast("dict[str, str]", value_of(config, key))}
+            table.pop(change.entry, None)
+            if change.after is not None:
+                table[change.entry] = cast("str", change.after)
+            value = table
         replaced = msgspec.structs.replace(getattr(config, section), **{key.name: value})
         config = msgspec.structs.replace(config, **{section: replaced})
     return config

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvd.config.address import attach_path, host_port, ipc_path, tcp_address
 from kvd.config.host import has_group
-from kvd.config.pool_rules import over
-from kvd.config.tier_rules import RULES
+from kvd.config.quota_rules import RULES, over
 from kvd.core.cache.namespaces import bad_name
 from kvd.core.handoff.message_sizes import MESSAGE_BYTES
 from kvd.core.layout.spec import MAX_TAG_CHARS
@@ -119,6 +118,12 @@ def _is_allowed(text: str) -> bool:
     return known and bad_name(namespace, name) is None
 
 
+def _is_namespace(text: str) -> bool:
+    return len(text) <= NAMESPACE_CHARS and bad_name(text, "") is None
+
+
+QUOTAS = ("quotas.pool.floor", "quotas.pool.ceiling", "quotas.disk.floor", "quotas.disk.ceiling")
+
 _NAME = text_rule(_matches(NAME.pattern), "choose a plain name like decode-0")
 _SIZE = text_rule(lambda text: size_bytes(text) is not None, "write for example 256MiB")
 
@@ -185,6 +190,7 @@ _TEXTS: dict[str, TextRule] = {
         _is_plain_directory, "write for example /etc/kvd/store-ca.pem"
     ),
     "tiers.store.max_moving": _SIZE,
+    **dict.fromkeys(QUOTAS, _SIZE),
     "recorder.directory": text_rule(lambda text: text.startswith("/"), "begin it with /"),
 } | {f"pool.{key}": rule for row in POOLS.values() for key, rule in row.texts.items()}
 
@@ -194,6 +200,7 @@ _ENTRIES: dict[str, TextRule] = {
     "transfer.ucx": text_rule(
         _matches(r"UCX_[A-Z0-9_]+"), "name a variable of UCX, like UCX_NET_DEVICES"
     ),
+    **dict.fromkeys(QUOTAS, text_rule(_is_namespace, "name a namespace as engines do")),
 } | {f"pool.{key}": rule for row in POOLS.values() for key, rule in row.entries.items()}
 
 

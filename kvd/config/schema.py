@@ -2,8 +2,8 @@
 
 A section is a frozen struct and a key is a field of it; nothing is configurable that has no field
 here or, of [pool], in ``kvd.families``. ``keys`` reads these structs into one table; ``rules``,
-``pool_rules`` and ``tier_rules`` hold what bounds cannot say. A key that may be left out without a
-value of its own is ``| None``, and its documentation says what then happens.
+``pool_rules``, ``tier_rules`` and ``quota_rules`` hold what bounds cannot say. A key that may be
+left out without a value of its own is ``| None``, and its documentation says what then happens.
 
 [engine] declares what no daemon can see: what the engine on this pool does. Nothing changes by it;
 it is there so that what cannot work is refused before an engine finds out.
@@ -191,6 +191,37 @@ class StoreTierSection(msgspec.Struct, frozen=True):
     """As tiers.disk.max_moving; the storage process has as much memory of its own, twice."""
 
 
+class PoolQuotaSection(msgspec.Struct, frozen=True):
+    """What namespaces keep of the pool's cached pages, and above what they give way first."""
+
+    floor: Annotated[
+        dict[str, str], rule(f"a table of NAMESPACE = {SIZE_RULE}"), example({"llama": "20GiB"})
+    ] = {}
+    """By namespace, so much of it stays cached as long as anything else can be evicted. The name of
+    a base means it with all its members and epochs (llama means llama#... too), the name of a
+    member that one alone. All floors together must fit into the pool."""
+    ceiling: Annotated[
+        dict[str, str], rule(f"a table of NAMESPACE = {SIZE_RULE}"), example({"batch": "8GiB"})
+    ] = {}
+    """By namespace, what of it is cached above this is evicted before all else. As long as nobody
+    needs the room it stays, and what leases lock or hold is never evicted nor refused."""
+
+
+class DiskQuotaSection(msgspec.Struct, frozen=True):
+    """The same of what lies in tiers.disk. A store that nodes share has the rules of its bucket."""
+
+    floor: Annotated[
+        dict[str, str], rule(f"a table of NAMESPACE = {SIZE_RULE}"), example({"llama": "200GiB"})
+    ] = {}
+    """By namespace, so much of it lies there for good, as far as it was written. All floors and
+    what is under way (tiers.disk.max_moving) must fit into tiers.disk.size."""
+    ceiling: Annotated[
+        dict[str, str], rule(f"a table of NAMESPACE = {SIZE_RULE}"), example({"batch": "50GiB"})
+    ] = {}
+    """By namespace, what of it lies there above this is removed before all else, when room is
+    needed."""
+
+
 class EngineSection(msgspec.Struct, frozen=True):
     """What the engine on this pool does, declared so that what cannot work is refused at once."""
 
@@ -354,6 +385,8 @@ class Config(msgspec.Struct, frozen=True):
     cache: CacheSection
     tiers_disk: DiskTierSection = msgspec.field(name="tiers.disk")
     tiers_store: StoreTierSection = msgspec.field(name="tiers.store")
+    quotas_pool: PoolQuotaSection = msgspec.field(name="quotas.pool")
+    quotas_disk: DiskQuotaSection = msgspec.field(name="quotas.disk")
     engine: EngineSection
     radix: RadixSection
     admission: AdmissionSection

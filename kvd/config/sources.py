@@ -240,10 +240,12 @@ def read_sets(sets: Sequence[str]) -> Found:
 
 def _split(section: str, rest: str, separator: str) -> tuple[str, str | None]:
     """ConfigKey and entry of ``rest``; only the keys that are tables have entries."""
-    name, found, entry = rest.partition(separator)
-    known = KEYS.get(f"{section}{name.lower()}")
-    if found and known is not None and known.kind is KeyKind.TABLE:
-        return known.path, entry
+    parts = rest.split(separator)
+    # A section may have two names, as [tiers.disk] has.
+    for last in (1, 2):
+        known = KEYS.get(f"{section}{'.'.join(parts[:last]).lower()}")
+        if len(parts) > last and known is not None and known.kind is KeyKind.TABLE:
+            return known.path, separator.join(parts[last:])
     return f"{section}{rest.replace(separator, '.')}", None
 
 

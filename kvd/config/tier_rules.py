@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvd.config.schema import Config
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "over"]
 
 _DISK, _STORE = "tiers.disk", "tiers.store"
 _DIRECTORY, _ENDPOINT = f"{_DISK}.directory", f"{_STORE}.endpoint"

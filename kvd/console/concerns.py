@@ -34,8 +34,10 @@ from kvd.console.engine_concerns import (
 )
 from kvd.console.view import View
 from kvd.core.audit.rules import INVARIANTS
+from kvd.core.cache.evictions import SOON_S
 from kvd.core.handoff.parts import ReceivePart
 from kvd.core.handoff.protocol import Decode, Prefill
+from kvd.core.inspect.quota_states import quota_states
 from kvd.core.inspect.rows import waiting_rows
 from kvd.core.inspect.schema import StateField, client_ref
 from kvd.core.inspect.words import asked_word, asker_name, epochs_words
@@ -439,6 +441,26 @@ def transfer(context: Context) -> Iterator[Concern]:
         )
 
 
+def floors(context: Context) -> Iterator[Concern]:
+    """Pages that were to stay for a namespace went, as nothing else could be evicted."""
+    for quota in quota_states(context.node):
+        if quota.taken_ago_s is None or quota.taken_ago_s > SOON_S:
+            continue
+        name = quota.namespace
+        yield Concern(
+            severity=LOW,
+            kind="floor-broken",
+            subject=f"pool:{context.node.leases.pool.name}",
+            evidence=f"{name} has {quota.pages} pages in the {quota.place}, its floor is "
+            f"{quota.floor_pages}; {quota.taken_pages} of it went since the daemon began",
+            since_s=first_seen(context, "floor-broken", name),
+            rule="a floor is evicted only where nothing else can be: leases hold what is above all "
+            "floors",
+            action="kvd why evicted says for whom",
+            apart=name,
+        )
+
+
 def draining(context: Context) -> Iterator[Concern]:
     """A node that was taken out of service, and may have been forgotten so."""
     drainer = context.node.drainer
@@ -552,6 +574,7 @@ _LOOKS = (
     violations,
     transfer,
     short_pools,
+    floors,
     peers,
     handoffs,
     waiting,

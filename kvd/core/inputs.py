@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from kvd.core.layout.quota import Quota
 from kvd.errors import Refusal
 from kvd.types import NO_TOKENS, Pages, Tokens
 from kvd.wire.admin import AdminRequest
@@ -525,7 +526,8 @@ class RecorderSaved(TimedInput, frozen=True, tag="RecordingSaved"):
 class Reconfigured(TimedInput, frozen=True, tag="Reconfigured"):
     """The configuration was read again. The figures hold from here on; the texts are for events.
 
-    ``allow``, ``max_queue`` and ``overtakers`` are as in ``Settings``.
+    ``allow``, ``max_queue``, ``overtakers`` and ``quotas`` are as in ``Settings``; ``disk_quotas``
+    as in ``TierSettings``, of each tier that is not shared.
     """
 
     allow: tuple[str, ...]
@@ -533,6 +535,8 @@ class Reconfigured(TimedInput, frozen=True, tag="Reconfigured"):
     overtakers: int
     changed: tuple[str, ...]
     needs_restart: tuple[str, ...]
+    quotas: tuple[Quota, ...] = ()
+    disk_quotas: tuple[Quota, ...] = ()
 
 
 class ReloadRefused(TimedInput, frozen=True, tag="ConfigRefused"):

@@ -59,7 +59,11 @@ class NodeParts:
         self.out = Outbox()
         self.out.at_s = at_s
         self.leases = LeaseTable(
-            settings.spec, settings.policy, self.out, is_journaled=settings.is_journaled
+            settings.spec,
+            settings.policy,
+            self.out,
+            is_journaled=settings.is_journaled,
+            quotas=settings.quotas,
         )
         # Each is made with what it reads, so their order is given, and nothing is set afterwards.
         out, leases = self.out, self.leases

@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from kvd.core.cache.eviction import Policy
+from kvd.core.layout.quota import Quota
 from kvd.core.layout.spec import PoolSpec
 from kvd.types import Incarnation, NodeName
 from kvd.wire.bounds import MAX_PEER_BYTES
@@ -70,6 +71,8 @@ class TierSettings(msgspec.Struct, frozen=True):
     """How long a request waits to hear what is there; of one that is shared, as the next."""
     least_bytes: int = 0
     """Of token ids: what of a prompt is shorter is not asked for."""
+    quotas: tuple[Quota, ...] = ()
+    """In objects; none of one that is shared, whose bucket is no node's to share out."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -79,6 +82,8 @@ class Settings(msgspec.Struct, frozen=True):
     incarnation: Incarnation
     spec: PoolSpec
     policy: Policy = Policy.LRU
+    quotas: tuple[Quota, ...] = ()
+    """Of the pool, in pages of its first component."""
     home: str = ""
     """Where this node keeps the births of its processes in order; empty: it does not say."""
     build: str = ""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, cast
 from kvd.config import Config
 from kvd.config.render import KeyChange, changes, with_changes
 from kvd.core.inputs import Reconfigured, ReloadRefused
+from kvd.daemon.settings_from_config import disk_quotas, pool_quotas
 from kvd.wire.admin import Changed, Reloaded
 from kvd.wire.codec import NO_CALL
 
@@ -29,6 +30,10 @@ LIVE: Final = frozenset(
         "admission.max_queue",
         "admission.overtakers",
         "admission.drain_s",
+        "quotas.pool.floor",
+        "quotas.pool.ceiling",
+        "quotas.disk.floor",
+        "quotas.disk.ceiling",
         "audit.budget",
         "console.budget",
         "log.level",
@@ -82,6 +87,8 @@ class Reloader:
                 allow=config.peers.allow,
                 max_queue=config.admission.max_queue,
                 overtakers=config.admission.overtakers,
+                quotas=pool_quotas(config, reactor.node.settings.spec),
+                disk_quotas=disk_quotas(config, reactor.node.settings.spec),
                 changed=tuple(map(_in_words, live)),
                 needs_restart=tuple(map(_in_words, waiting)),
             )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvd.config.address import IPC
 from kvd.core.cache import radix
 from kvd.core.cache.eviction import Policy
+from kvd.core.layout.quota import Quota
 from kvd.core.layout.spec import lockstep_bytes
 from kvd.core.settings import (
     TIER_SHARE,
@@ -31,6 +32,7 @@ from kvd.zmtp.bounds import BOUNDS, Bounds
 
 if TYPE_CHECKING:
     from kvd.config import Config
+    from kvd.config.schema import DiskQuotaSection, PoolQuotaSection
     from kvd.core.layout.spec import PoolSpec
     from kvd.daemon.launch import Launch
 
@@ -43,6 +45,7 @@ def settings_of(config: Config, launched: Launch) -> Settings:
         spec=launched.spec,
         home=launched.home,
         policy=Policy(config.radix.policy),
+        quotas=pool_quotas(config, launched.spec),
         build="" if str(radix.__file__).endswith(".py") else "+compiled",
         allow=config.peers.allow,
         dials=_dials(config),
@@ -72,6 +75,25 @@ def settings_of(config: Config, launched: Launch) -> Settings:
     )
 
 
+def pool_quotas(config: Config, spec: PoolSpec) -> tuple[Quota, ...]:
+    """Of the pool, in its pages."""
+    return _quotas(config.quotas_pool, lockstep_bytes(spec))
+
+
+def disk_quotas(config: Config, spec: PoolSpec) -> tuple[Quota, ...]:
+    """Of the disk, in its objects."""
+    return _quotas(config.quotas_disk, object_bytes(lockstep_bytes(spec)))
+
+
+def _quotas(section: PoolQuotaSection | DiskQuotaSection, page_bytes: int) -> tuple[Quota, ...]:
+    """One for each namespace that has any; whole pages, rounded down."""
+    if not page_bytes:
+        return ()
+    floors = {name: (size_bytes(size) or 0) // page_bytes for name, size in section.floor.items()}
+    most = {name: (size_bytes(size) or 0) // page_bytes for name, size in section.ceiling.items()}
+    return tuple(Quota(name, floors.get(name, 0), most.get(name)) for name in {**floors, **most})
+
+
 STORE_KNOWN = 131072
 """Objects of a store that a node knows of at a time; what it does not it asks for."""
 
@@ -93,6 +115,7 @@ def _tiers(config: Config, spec: PoolSpec) -> tuple[TierSettings, ...]:
                 wait_s=disk.wait_s,
                 deadline_s=disk.deadline_s,
                 max_moving_bytes=min(size_bytes(disk.max_moving) or 0, most_moving),
+                quotas=disk_quotas(config, spec),
             )
         )
     if store.endpoint is not None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
     from kvd.observe.metrics import Histogram, Histograms, Labels, Metrics
-    from kvd.wire.snapshot import PeerState, PoolState, Snapshot, TierState
+    from kvd.wire.snapshot import PeerState, PoolState, QuotaState, Snapshot, TierState
 
 Values = TypeVar("Values", bound="Labels")
 
@@ -86,6 +86,8 @@ class Exposition:
         yield from _of_peers(node.peers)
         if node.tiers:
             yield from _of_tiers(node.tiers)
+        if node.quotas:
+            yield from _of_quotas(node.quotas)
         yield from _of_node(node)
         build = msgspec.structs.asdict(self._build)
         yield InfoMetricFamily("kvd_build", "What runs here.", value=build)
@@ -273,6 +275,29 @@ def _of_tiers(tiers: tuple[TierState, ...]) -> Iterator[Metric]:
     yield total("kvd_tier_requests", asked, by(_tier_requests), ("tier", "outcome"))
     failed = "Orders that came to nothing, or ended with their storage process (cut)."
     yield total("kvd_tier_failed_orders", failed, by(_tier_failures), ("tier", "outcome"))
+
+
+def _of_quotas(quotas: tuple[QuotaState, ...]) -> Iterator[Metric]:
+    """What namespaces have beside their quotas: as many labels as are configured."""
+
+    def each(read: Callable[[QuotaState], float | None]) -> dict[Labels, float]:
+        found = {(quota.namespace, quota.place): read(quota) for quota in quotas}
+        return {labels: value for labels, value in found.items() if value is not None}
+
+    labels = ("namespace", "place")
+    pages = "Pages of the quota's namespace that are there."
+    yield gauge("kvd_quota_pages", pages, each(lambda quota: quota.pages), labels)
+    floor = "Pages that stay as long as anything else can be evicted."
+    yield gauge("kvd_quota_floor_pages", floor, each(lambda quota: quota.floor_pages), labels)
+    ceiling = "Pages above which it is the first to go; no line where there is none."
+    yield gauge("kvd_quota_ceiling_pages", ceiling, each(lambda quota: quota.ceiling_pages), labels)
+    went = {
+        (quota.namespace, quota.place, why): n_pages
+        for quota in quotas
+        for why, n_pages in (("over", quota.went_over_pages), ("floor", quota.taken_pages))
+    }
+    told = "Pages that went because it was over its ceiling, or although they were of its floor."
+    yield total("kvd_quota_evicted_pages", told, went, (*labels, "because"))
 
 
 def _moving_pages(tier: TierState) -> dict[str, float]:

@@ -68,6 +68,7 @@ LEVELS = {
     "tier-down": "warning",
     "tier-away": "warning",
     "cache-thrashing": "warning",
+    "floor-broken": "warning",
     "config-refused": "warning",
     "violation": "error",
     "violation-healed": "warning",

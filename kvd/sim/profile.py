@@ -70,6 +70,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Of the component beside the first that has pages of its own."""
     tier_objects: tuple[int, ...] = ()
     """What a tier below the pool holds; none: there is no tier."""
+    has_quotas: bool = False
+    """Whether namespaces have quotas of the pool and of the tier."""
 
 
 _OTHER_FAMILY = Profile(
@@ -216,6 +218,23 @@ PROFILES = {
         fickle=0.1,
         pulls=0.1,
         tier_objects=(6, 30, 300),
+    ),
+    "quotas": Profile(
+        loss=0.02,
+        delays=0.05,
+        faults_per_s=1.5,
+        faults=(
+            *("storage", "damage", "flush", "evict", "evict", "engine", "daemon", "transfer"),
+            *("suspend", "abort", "pin"),
+        ),
+        longest_trouble_s=1.5,
+        slow_posts=0.1,
+        pool_pages=(14, 24, 40),
+        requests_per_s=10.0,
+        fickle=0.1,
+        pulls=0.1,
+        tier_objects=(4, 8, 20),
+        has_quotas=True,
     ),
     "swa": replace(_OTHER_FAMILY, family="swa", beside_pages=(30, 60)),
     "swa-tiny": replace(_TINY_FAMILY, family="swa", beside_pages=(9, 12, 24)),

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from kvd.core.layout.quota import Quota
 from kvd.core.node import NodeState
 from kvd.core.settings import Demotion, Settings, TierSettings
 from kvd.sim.agenda import Agenda
@@ -141,6 +142,13 @@ class World:
         )
         if self.profile.tier_objects:
             settings = msgspec.structs.replace(settings, tiers=(self._tier(),))
+        if self.profile.has_quotas:
+            tier = settings.tiers[0]
+            settings = msgspec.structs.replace(
+                settings,
+                quotas=self._quotas(settings.spec.pages[0]),
+                tiers=(msgspec.structs.replace(tier, quotas=self._quotas(tier.capacity_bytes)),),
+            )
         return SimHost(self, settings)
 
     def _tier(self) -> TierSettings:
@@ -155,6 +163,16 @@ class World:
             deadline_s=2.0,
             max_moving_bytes=rng.choice((1, 4, 32)),
         )
+
+    def _quotas(self, n_pages: int) -> tuple[Quota, ...]:
+        """For some of the namespaces that ``_prompt`` draws; all floors fit, or nearly so."""
+        found = []
+        for namespace in ("", "lora"):
+            floor = self.rng.choice((0, n_pages // 8, n_pages // 2))
+            ceiling = self.rng.choice((None, floor, floor + n_pages // 4))
+            if self.rng.random() < 0.8:
+                found.append(Quota(namespace, floor, ceiling))
+        return tuple(found)
 
     def _has_link(self, host: SimHost, other: SimHost) -> bool:
         """Decode nodes dial prefill nodes."""

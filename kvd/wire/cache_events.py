@@ -39,3 +39,18 @@ class CacheThrashing(NumberedEvent, frozen=True, kw_only=True, tag="cache-thrash
     namespace: str
     pages: int
     after_s: float
+
+
+class FloorBroken(NumberedEvent, frozen=True, kw_only=True, tag="floor-broken"):
+    """Pages of a namespace's floor were evicted, as nothing else could be; told when that begins.
+
+    ``namespace`` is that of the quota, which has ``left_pages`` of ``floor_pages`` now; ``session``
+    needed the pages, for ``need`` (0: kvd itself or an operator).
+    """
+
+    namespace: str
+    taken_pages: int
+    left_pages: int
+    floor_pages: int
+    session: int
+    need: str

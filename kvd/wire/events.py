@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvd.wire.cache_events import CacheThrashing, PinBegan, PinEnded
+from kvd.wire.cache_events import CacheThrashing, FloorBroken, PinBegan, PinEnded
 from kvd.wire.numbered_event import NumberedEvent
 
 
@@ -575,6 +575,7 @@ Event = (
     | QuarantineEnded
     | Evicted
     | CacheThrashing
+    | FloorBroken
     | PinBegan
     | PinEnded
     | Waiting

@@ -408,6 +408,31 @@ class TierState(msgspec.Struct, frozen=True):
     """Prompts that were not asked for: they were not there a moment ago, or were flushed."""
 
 
+class QuotaState(msgspec.Struct, frozen=True):
+    """What a namespace has in one place, beside its quota there; all in pages of that place.
+
+    ``place`` is ``pool`` or the name of a tier. One more row is for ``(all others)``.
+    """
+
+    namespace: str
+    place: str
+    pages: int
+    page_bytes: int
+    floor_pages: int
+    ceiling_pages: int | None
+    """None: it has none."""
+    over_pages: int
+    """Above its ceiling, now: the first to go when anybody needs room."""
+    went_over_pages: int
+    """Went since the daemon began because they were."""
+    taken_pages: int
+    """Of its floor, since the daemon began: nothing else could be evicted."""
+    taken_ago_s: float | None
+    """When the last of these went; None: none did."""
+    why: str = ""
+    """What is so of its bounds now, in words."""
+
+
 class EvictedPrefix(msgspec.Struct, frozen=True):
     """A cached prefix that has left the pool: ``pages`` for ``start_tokens`` to ``end_tokens``.
 
@@ -430,6 +455,8 @@ class EvictedPrefix(msgspec.Struct, frozen=True):
     tier: str
     ago_s: float
     unused_s: float
+    because: str = ""
+    """Why it went out of its turn: for the ceiling of its namespace, or in spite of its floor."""
 
 
 class MissedAgain(msgspec.Struct, frozen=True):
@@ -535,6 +562,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     CUDA. A region is missing until it has been tried."""
     tiers: tuple[TierState, ...] = ()
     """Below the pool, the nearest first."""
+    quotas: tuple[QuotaState, ...] = ()
+    """Of namespaces, as they are configured, of the pool and then of the disk."""
     evictions: EvictionState = EvictionState()
     pins: tuple[PinState, ...] = ()
     pins_gave_way: int = 0

@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from kvd.wire.snapshot import TierState
+from kvd.wire.snapshot import QuotaState, TierState
 
 DISK = TierState(
     tier="disk",
@@ -82,3 +82,60 @@ def test_json_has_every_figure(shown):
     (tier,) = json.loads(shown("--format", "json", tiers=(DISK,)))
 
     assert tier == msgspec.to_builtins(DISK)
+
+
+QUOTA = QuotaState(
+    namespace="llama",
+    place="disk",
+    pages=64,
+    page_bytes=2**20,
+    floor_pages=100,
+    ceiling_pages=None,
+    over_pages=0,
+    went_over_pages=0,
+    taken_pages=0,
+    taken_ago_s=None,
+)
+OVER = msgspec.structs.replace(
+    QUOTA,
+    namespace="batch",
+    place="pool",
+    floor_pages=0,
+    ceiling_pages=40,
+    over_pages=24,
+    went_over_pages=7,
+    why="over its ceiling by 24 pages, the next to go",
+)
+
+
+@pytest.mark.parametrize(("verb", "mine", "other"), [("tiers", 0, 1), ("pools", 1, 0)])
+def test_quotas_are_below_what_they_are_of(run, daemon, snapshot, verb, mine, other):
+    whole, quotas = daemon.answer, (QUOTA, OVER)
+    changed = msgspec.structs.replace(snapshot, tiers=(DISK,), quotas=quotas)
+    daemon.answer = lambda request: msgspec.structs.replace(whole(request), snapshot=changed)
+
+    lines = run(verb).stdout.splitlines()
+
+    rows = [line.split() for line in lines]
+    head = ["NAMESPACE", "PLACE", "PAGES", "USED", "FLOOR", "CEILING", "WENT"]
+    at = rows.index(head)
+    assert (
+        rows[at + 1]
+        == [
+            ["llama", "disk", "64", "64.0", "MiB", "100", "-", "-"],
+            ["batch", "pool", "64", "64.0", "MiB", "-", "40", "7"],
+        ][mine]
+    )
+    assert not [row for row in rows if row[:1] == [quotas[other].namespace]]
+    assert ("over its ceiling by 24 pages" in "\n".join(lines)) == (verb == "pools")
+
+
+def test_status_says_who_is_over(run, daemon, snapshot):
+    whole = daemon.answer
+    changed = msgspec.structs.replace(snapshot, quotas=(QUOTA, OVER))
+    daemon.answer = lambda request: msgspec.structs.replace(whole(request), snapshot=changed)
+
+    said = " ".join(run("status").stdout.split())
+
+    assert "! batch in pool: over its ceiling by 24 pages, the next to go: kvd why evicted" in said
+    assert "llama" not in said

@@ -8,6 +8,7 @@ import pytest
 from kvd.console.concerns import Worry, concerns, worry
 from kvd.core import inputs
 from kvd.core.audit.audit import EVERY_S
+from kvd.core.layout.quota import Quota
 from kvd.errors import Code, Refusal
 from kvd.text import amount
 from kvd.wire import admin, client
@@ -15,6 +16,7 @@ from kvd.wire.peer import Closed
 from kvd.wire.snapshot import RecorderState
 from tests.console.sentences import sentence_of
 from tests.console.stage import Stage
+from tests.core import tiered
 from tests.core.engines import PROMPT, Sender, cached
 from tests.core.side import spec
 from tests.core.world import World, tokens
@@ -543,6 +545,23 @@ def test_a_recorder_that_has_ended_is_told():
 
     assert (found.severity, found.kind, found.since_s) == ("low", "recorder-ended", 100.0)
     assert found.evidence == sentence_of("a recorder that has ended is told")
+
+
+def test_a_floor_that_was_broken_is_told_for_a_minute():
+    world = World(d_pages=17, quotas=(Quota("a", 6),))
+    stage = Stage(world.d)
+    for first in (1, 1000, 2000):
+        tiered.cached(world.d, tokens((first, 32)), "a")
+    lease = world.d.lease(tokens((90_000, 12 * 16)))
+    world.d.call(client.ReleaseLease, lease=lease.lease)
+    found = next(one for one in concerns(stage.now()) if one.kind == "floor-broken")
+
+    assert (found.severity, found.subject) == ("low", "pool:kv")
+    assert found.evidence == (
+        "a has 4 pages in the pool, its floor is 6; 2 of it went since the daemon began"
+    )
+    world.pass_time(61)
+    assert "floor-broken" not in [kind for _, kind, _ in kinds(stage)]
 
 
 @pytest.mark.parametrize(("lag_s", "severity"), [(0.1, "low"), (0.5, "medium")])

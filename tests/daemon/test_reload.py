@@ -84,6 +84,26 @@ def test_what_can_change_changes_and_what_cannot_is_named_with_both_values(node)
     assert told.needs_restart == ('radix.policy: "lru" -> "lfu"',)
 
 
+def test_quotas_come_change_and_go(node):
+    def held():
+        return [
+            (row.namespace, row.floor_pages, row.ceiling_pages)
+            for row in node.daemon.snapshot().quotas
+        ]
+
+    node.write('[quotas.pool.floor]\nllama = "320KiB"\n')
+    assert node.reload().changed == (Changed("quotas.pool.floor.llama", "", '"320KiB"'),)
+    assert held() == [("llama", 10, None), ("(all others)", 0, None)]
+    node.write('[quotas.pool.ceiling]\nllama = "640KiB"\n')
+    assert len(node.reload().changed) == 2
+    assert held() == [("llama", 0, 20), ("(all others)", 0, None)]
+    node.write('[quotas.pool.floor]\nllama = "320GiB"\n')
+    assert "and the other floors are" in node.reload().errors[0]
+    node.write("")
+    assert node.reload().changed == (Changed("quotas.pool.ceiling.llama", '"640KiB"', ""),)
+    assert held() == []
+
+
 def test_invalid_configuration_changes_nothing_and_is_said(node):
     node.write("[audit]\nbudget = 0.02\n[admission]\nmax_queue = 0\n")
 

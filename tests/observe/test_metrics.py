@@ -30,6 +30,7 @@ from kvd.wire.snapshot import (
     LeaseState,
     PeerState,
     PoolState,
+    QuotaState,
     RoomState,
     Snapshot,
     Totals,
@@ -228,6 +229,36 @@ def test_page_has_every_component_the_window_and_the_buffer() -> None:
         f'kvd_pool_buffer_pages_wanted_total{{{buffer},result="miss"}}': 10,
     }
     assert samples[f'kvd_pool_pages{{{swa},state="leased"}}'] == 9
+
+
+def test_page_has_quotas_by_namespace_as_configured_and_place() -> None:
+    quota = QuotaState(
+        namespace="llama",
+        place="pool",
+        pages=64,
+        page_bytes=2**20,
+        floor_pages=100,
+        ceiling_pages=None,
+        over_pages=0,
+        went_over_pages=7,
+        taken_pages=3,
+        taken_ago_s=1.0,
+    )
+    capped = msgspec.structs.replace(quota, namespace="batch", ceiling_pages=40, pages=50)
+    samples = page(Metrics("main"), msgspec.structs.replace(SNAPSHOT, quotas=(quota, capped)))
+
+    assert {name: n for name, n in samples.items() if name.startswith("kvd_quota_")} == {
+        'kvd_quota_pages{namespace="llama",place="pool"}': 64,
+        'kvd_quota_pages{namespace="batch",place="pool"}': 50,
+        'kvd_quota_floor_pages{namespace="llama",place="pool"}': 100,
+        'kvd_quota_floor_pages{namespace="batch",place="pool"}': 100,
+        'kvd_quota_ceiling_pages{namespace="batch",place="pool"}': 40,
+        **{
+            f'kvd_quota_evicted_pages_total{{because="{why}",namespace="{name}",place="pool"}}': n
+            for name in ("llama", "batch")
+            for why, n in (("over", 7), ("floor", 3))
+        },
+    }
 
 
 def test_page_counts_what_events_and_requests_said() -> None:

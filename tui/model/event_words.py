@@ -42,7 +42,7 @@ TROUBLE = frozenset(
         *("quarantined", "peer-suspect", "peer-lost", "peer-refused", "handshake-failed"),
         *("message-refused", "recording-ended", "violation-healed"),
         *("drain-began", "peer-draining", "client-hung-up-on", "slow-path"),
-        *("tier-down", "tier-away", "cache-thrashing"),
+        *("tier-down", "tier-away", "cache-thrashing", "floor-broken"),
     }
 )
 FAULTS = frozenset({"violation", "pages-corrupt"})
@@ -121,6 +121,11 @@ _WORDS: dict[str, tuple[str, ...]] = {
         " ({need})",
         " of {namespace}",
         ", {after_s} later, and not for the first time",
+    ),
+    "floor-broken": (
+        "{taken_pages} pages of the floor of {namespace} went for client {session}",
+        " ({need})",
+        "; {left_pages} of {floor_pages} are left",
     ),
     "pin-began": ("pin {pin} of {owner}: {tokens} tokens", " for {ttl_s}"),
     "pin-ended": ("pin {pin} of {owner}: {tokens} tokens", " after {age_s}", ": {why}"),

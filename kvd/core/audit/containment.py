@@ -115,6 +115,7 @@ class Containment:
             **dict.fromkeys(("locks-grow", "lock-below-zero"), self._raise_locks),
             "totals": self._count_again,
             "promises": self._count_promises,
+            "quotas": self._count_quotas,
             "not-in-order": self._put_in_order,
             "reads": self._raise_reads,
             **dict.fromkeys(("receive", "verify", "prefix", "ready"), self._fail_receive),
@@ -298,6 +299,13 @@ class Containment:
 
     def _count_promises(self, _: Fault) -> str:
         self._node.leases.promises.recount()
+        return "counted again"
+
+    def _count_quotas(self, _: Fault) -> str:
+        quotas = self._node.leases.quotas
+        if quotas is None:
+            return TOLD
+        quotas.count_again()
         return "counted again"
 
     def _put_in_order(self, fault: Fault) -> str:

@@ -31,6 +31,7 @@ from kvd.core.audit.rules import (
     post_faults,
     promise_faults,
     queue_faults,
+    quota_faults,
     ready_faults,
     receive_faults,
     register_faults,
@@ -58,6 +59,7 @@ def faults(node: NodeView) -> list[Fault]:
     tree, decoder, prefiller = node.leases.tree, node.decoder, node.prefiller
     found = [fault for pool in pools_of(node.leases) for fault in tile_faults(pool)]
     found += saved_faults(node.leases) + tree_faults(tree) + promise_faults(node.leases)
+    found += quota_faults(node.leases)
     for edge in (*tree.roots.values(), *tree.nodes()):
         found += lock_faults(edge, refs)
     for lease in node.leases.leases.values():

@@ -173,6 +173,22 @@ def promise_faults(table: LeaseTable) -> list[Fault]:
     return found
 
 
+def quota_faults(table: LeaseTable) -> list[Fault]:
+    """I3: what is counted of the namespaces with quotas is what the tree has of them."""
+    if table.quotas is None:
+        return []
+    return [
+        Fault(
+            "I3",
+            "quotas",
+            f"{counted} pages are counted of {'what has no quota' if name is None else repr(name)},"
+            f" {there} are in the tree",
+        )
+        for name, (counted, there) in table.quotas.counted().items()
+        if counted != there
+    ][:1]
+
+
 def is_sound(node: RadixNode, order: EvictionOrder, page_bytes: int) -> bool:
     """Whether ``node_faults`` has nothing to say; ``node`` is no root."""
     parent, edge, key = node.parent, node.edge, node.key

@@ -39,6 +39,7 @@ from kvd.core.audit.rules import (
     post_faults,
     promise_faults,
     queue_faults,
+    quota_faults,
     ready_faults,
     receive_faults,
     register_faults,
@@ -312,6 +313,7 @@ class Sweep:
     def _look_at_totals(self, node: NodeView, refs: Backrefs) -> int:
         self.faults += total_faults(node.leases.tree)
         self.faults += promise_faults(node.leases)
+        self.faults += quota_faults(node.leases)
         self.faults += queue_faults(node, refs)
         self.faults += register_faults(node)
         self.faults += tier_faults(node)

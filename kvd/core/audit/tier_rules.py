@@ -64,6 +64,9 @@ def _bound_faults(node: NodeView) -> Iterator[Fault]:
         if index.reserved != reserved:
             what = f"{index.reserved} objects are reserved, {reserved} are being written"
             yield Fault("I9", "tier-reserved", f"of tier {tier.name} {what}")
+        if not index.counted():
+            what = f"{index.n_objects} objects are counted, or those of a quota, and are not there"
+            yield Fault("I9", "tier-count", f"of tier {tier.name} {what}")
         # What a process has found may be more, until it serves.
         if tier.generation and index.n_objects + index.reserved > index.capacity:
             what = f"{index.n_objects} objects and {index.reserved} more, it holds {index.capacity}"

@@ -12,6 +12,7 @@ Read first, in this order:
   ``lock``, ``relock`` and ``unlock``; a new root begins with 1, a split gives it to both halves, a
   repair adds what lacks;
 - ``eviction``: which unlocked node goes first, one class per policy;
+- ``quotas``: who goes before or after that for the sake of a namespace; ``quota_order`` does it;
 - ``namespaces``: what the tree calls a namespace in an epoch, which nobody outside can name;
 - ``lease_record.LeaseRecord``: what one owner has of the pool; ``lease``: what it was asked for;
   ``lease_state``: running, retracted, and between.

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 Key = tuple[int, ...]
 """Compares with the other keys of the same policy; the smallest is evicted first."""
 
+HeapEntry = tuple[Key, int, "RadixNode"]
+"""A node in a heap, before those of larger keys and, of the same key, of larger numbers."""
+
 HEAP_SLACK = 64
 """Out-of-date heap entries allowed beside one per live node before the heap is made anew."""
 
@@ -99,6 +102,9 @@ class EvictionOrder(Protocol):
         not change meanwhile.
         """
 
+    def ranks(self) -> dict[RadixNode, EvictionRank]:
+        """What another order of the same policy goes on from."""
+
     def __contains__(self, node: object) -> bool: ...
 
     def __iter__(self) -> Iterator[RadixNode]:
@@ -135,7 +141,7 @@ class LruOrder:
 
     def restore(self, node: RadixNode) -> None:
         """Puts all of the path at the recent end, the deepest first."""
-        for step in _path(node):
+        for step in path_of(node):
             self._nodes.setdefault(step)
         # What was missing may stand behind what is above it now: the touch puts that last again.
         self.touch(node)
@@ -193,6 +199,10 @@ class LruOrder:
         """The nodes as they stand."""
         return iter(self._nodes)
 
+    def ranks(self) -> dict[RadixNode, EvictionRank]:
+        """What a ranked order by recency would remember of each node."""
+        return {node: EvictionRank(used, 0, 0) for used, node in enumerate(self._nodes)}
+
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class EvictionRank:
@@ -219,7 +229,7 @@ class RankedOrder:
         self._key = key
         self._clock = 0
         self._ranks: dict[RadixNode, EvictionRank] = {}
-        self._heap: list[tuple[Key, int, RadixNode]] = []
+        self._heap: list[HeapEntry] = []
 
     def __contains__(self, node: object) -> bool:
         return node in self._ranks
@@ -235,7 +245,7 @@ class RankedOrder:
         self._ranks[node] = EvictionRank(0, 0, 0)
         # All of the path: by age a parent must come after its youngest child, or it would be
         # evicted first.
-        for step in _path(node):
+        for step in path_of(node):
             self._ranks[step].grown = self._clock + 1
         self.release(node)
 
@@ -267,7 +277,7 @@ class RankedOrder:
     def restore(self, node: RadixNode) -> None:
         """Ranks what is missing as high as what is below it, and the path as used now."""
         # From below, because each takes after its children: it must not come before one of them.
-        for step in _path(node):
+        for step in path_of(node):
             if step not in self._ranks:
                 below = [self._ranks[one] for one in step.children.values() if one in self._ranks]
                 self._ranks[step] = EvictionRank(
@@ -281,7 +291,7 @@ class RankedOrder:
     def touch(self, node: RadixNode) -> None:
         """Stamps the path as used now."""
         self._clock += 1
-        for step in _path(node):
+        for step in path_of(node):
             self._ranks[step].used = self._clock
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
@@ -294,7 +304,7 @@ class RankedOrder:
 
     def prefer(self, node: RadixNode, priority: int) -> None:
         """Raises the priority along the path, as far as it is lower."""
-        for step in _path(node):
+        for step in path_of(node):
             rank = self._ranks[step]
             rank.priority = max(rank.priority, priority)
 
@@ -318,42 +328,59 @@ class RankedOrder:
         return out
 
     def ahead(self) -> Iterator[RadixNode | None]:
-        """The nodes by their keys: a copy of what comes up goes the way of ``take_victims``.
+        """The nodes by their keys: a copy of what comes up goes the way of ``take_victims``."""
+        for entry in entries_ahead(self._heap, self._ranks, self._entry):
+            yield None if entry is None else entry[2]
 
-        Whatever of the heap may be next is in ``front``, with its place there; an entry that was
-        out of date is there once more, corrected, without a place.
-        """
-        heap = self._heap
-        front = [(entry, 0) for entry in heap[:1]]
-        passed: set[RadixNode] = set()
-        while front:
-            entry, place = heappop(front)
-            # A corrected entry stands nowhere in the heap: what is below its old place is in
-            # ``front`` already.
-            if place >= 0:
-                for below in range(2 * place + 1, min(2 * place + 3, len(heap))):
-                    heappush(front, (heap[below], below))
-            node = entry[2]
-            # An entry of one that was named already, or has left the tree: nobody searched for it
-            # then.
-            if node in passed or node not in self._ranks:
-                yield None
-            elif not node.lock_ref and (corrected := self._entry(node)) != entry:
-                heappush(front, (corrected, -1))
-                yield None
-            else:
-                passed.add(node)
-                yield node
+    def ranks(self) -> dict[RadixNode, EvictionRank]:
+        """What it remembers of each node."""
+        return self._ranks
 
-    def _entry(self, node: RadixNode) -> tuple[Key, int, RadixNode]:
+    def _entry(self, node: RadixNode) -> HeapEntry:
         return self._key(node, self._ranks[node]), node.id, node
 
 
-def _path(node: RadixNode) -> Iterator[RadixNode]:
+def entries_ahead(
+    heap: list[HeapEntry],
+    ranks: dict[RadixNode, EvictionRank],
+    entry_of: Callable[[RadixNode], HeapEntry],
+) -> Iterator[HeapEntry | None]:
+    """What comes up in a heap of lower bounds, corrected, without changing it; None: nobody did.
+
+    Whatever of the heap may be next is in ``front``, with its place there; an entry that was out of
+    date is there once more, corrected, without a place.
+    """
+    front = [(entry, 0) for entry in heap[:1]]
+    passed: set[RadixNode] = set()
+    while front:
+        entry, place = heappop(front)
+        # A corrected entry stands nowhere in the heap: what is below its old place is in
+        # ``front`` already.
+        if place >= 0:
+            for below in range(2 * place + 1, min(2 * place + 3, len(heap))):
+                heappush(front, (heap[below], below))
+        node = entry[2]
+        # An entry of one that was named already, or has left the tree: nobody searched for it
+        # then.
+        if node in passed or node not in ranks:
+            yield None
+        elif not node.lock_ref and (corrected := entry_of(node)) != entry:
+            heappush(front, (corrected, -1))
+            yield None
+        else:
+            passed.add(node)
+            yield entry
+
+
+def path_of(node: RadixNode) -> Iterator[RadixNode]:
     """``node`` and what is above it, without the root, which is never evicted."""
     while node.parent is not None:
         yield node
         node = node.parent
+
+
+def _by_recency(node: RadixNode, rank: EvictionRank) -> Key:
+    return rank.used, -node.end_tokens
 
 
 def _by_hits(node: RadixNode, rank: EvictionRank) -> Key:
@@ -388,14 +415,19 @@ def victims(order: EvictionOrder, n_bytes: int) -> list[RadixNode]:
 
 def eviction_order(policy: Policy) -> EvictionOrder:
     """An empty order for ``policy``."""
+    return LruOrder() if policy is Policy.LRU else RankedOrder(key_of_policy(policy))
+
+
+def key_of_policy(policy: Policy) -> Callable[[RadixNode, EvictionRank], Key]:
+    """What a ranked order for ``policy`` goes by; of LRU, ``LruOrder`` is the faster way."""
     match policy:
         case Policy.LRU:
-            return LruOrder()
+            return _by_recency
         case Policy.LFU:
-            return RankedOrder(_by_hits)
+            return _by_hits
         case Policy.FIFO:
-            return RankedOrder(_by_age)
+            return _by_age
         case Policy.PRIORITY:
-            return RankedOrder(_by_priority)
+            return _by_priority
         case _:
             assert_never(policy)

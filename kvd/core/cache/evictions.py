@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 from xxhash import xxh3_64_intdigest
 
-from kvd.core.cache.left_prefix import EvictionRound, LeftPrefix, MissedPrefix, Thrashing
+from kvd.core.cache.left_prefix import (
+    EvictionRound,
+    LeftPrefix,
+    MissedPrefix,
+    QuotaReason,
+    Thrashing,
+)
 from kvd.types import ID_BYTES, NO_PAGES, Pages, Tokens
 
 if TYPE_CHECKING:
@@ -53,7 +59,7 @@ MOST_WORDS: Final = 4096
 MOST_PAGE_LISTS: Final = 64
 """Evictions of which it is known which pages they freed."""
 
-_ROW: Final = Struct("<QQQQQQIIIIIIIdd")
+_ROW: Final = Struct("<QQQQQQIIIIIIIddIIi")
 """One row of the record, its fields in the order of ``LeftPrefix``."""
 
 _NUMBER_BYTES: Final = 8
@@ -77,6 +83,9 @@ MOST_FRESH: Final = 64
 FreshFact = tuple["Sequence[RadixNode]", Pages, str, int, int, int, float]
 """Nodes, their pages, and what for, or none and what was missed: a mark, and the node above it.
 Whose session it is, and when it was, stand before and behind."""
+
+NO_QUOTA: Final = QuotaReason("", 0, 0)
+"""Of all that goes in its turn."""
 
 FLUSH: Final = "flush"
 OPERATOR: Final = "operator"
@@ -115,6 +124,7 @@ class Evictions:
         "_rounds",
         "_rows",
         "_words",
+        "by_quota",
         "fresh",
         "in_tier",
         "missed",
@@ -136,6 +146,8 @@ class Evictions:
         """The number of the last row of an eviction, and the pages of all of its nodes."""
         self.in_tier: dict[int, str] = {}
         """By node id, the tier that has what left since the record was settled."""
+        self.by_quota: dict[int, QuotaReason] = {}
+        """The same of those that went out of their turn: why."""
         self.fresh: list[FreshFact] = []
         """What happened since then."""
         self.missed: deque[MissedPrefix] = deque(maxlen=MOST_MISSED)
@@ -204,12 +216,13 @@ class Evictions:
                 found = self._hurt(mark, above, session, at_s)
                 began += [found] if found is not None else []
         self.in_tier.clear()
+        self.by_quota.clear()
         return began
 
     def _enter(
         self, nodes: Sequence[RadixNode], pages: Pages, session: int, need: str, at_s: float
     ) -> None:
-        rows, tiers, words = self._rows, self.in_tier, self._words
+        rows, tiers, words, quotas = self._rows, self.in_tier, self._words, self.by_quota
         if len(words) > MOST_WORDS:
             words.clear()
             rows[:] = bytes(len(rows))
@@ -219,6 +232,7 @@ class Evictions:
                 continue
             digest, root = _digest(node, parent)
             self.n_left += 1
+            reason = quotas.get(node.id, NO_QUOTA) if quotas else NO_QUOTA
             _ROW.pack_into(
                 rows,
                 (digest & _SLOT) * _ROW.size,
@@ -237,6 +251,9 @@ class Evictions:
                 words.setdefault(tiers.get(node.id, ""), len(words)),
                 at_s,
                 node.touched_at,
+                words.setdefault(reason.namespace, len(words)),
+                reason.limit_pages,
+                reason.beyond_pages,
             )
         if pages:
             self._pages.append((self.n_left, pages))
@@ -308,7 +325,7 @@ class Evictions:
         if not row[0]:
             return None
         number, digest, node, above, writer, session, namespace, start, end, pages, hits = row[:11]
-        need, tier, at_s, touched_at = row[11:]
+        need, tier, at_s, touched_at, quota, limit_pages, beyond_pages = row[11:]
         return LeftPrefix(
             number=number,
             digest=digest,
@@ -325,6 +342,9 @@ class Evictions:
             tier=str(words[tier]),
             at_s=at_s,
             touched_at=touched_at,
+            quota=str(words[quota]),
+            limit_pages=limit_pages,
+            beyond_pages=beyond_pages,
         )
 
     def rounds_of(self, node: RadixNode) -> int:

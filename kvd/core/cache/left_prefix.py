@@ -8,6 +8,17 @@ from __future__ import annotations
 import msgspec
 
 
+class QuotaReason(msgspec.Struct, frozen=True, gc=False):
+    """Why something went out of its turn."""
+
+    namespace: str
+    """Of the quota."""
+    limit_pages: int
+    """Its ceiling, or its floor."""
+    beyond_pages: int
+    """Above 0: its ceiling, by so much. Below 0: so many pages of its floor went with it."""
+
+
 class LeftPrefix(msgspec.Struct, frozen=True, gc=False):
     """One node that has left: the tokens from ``start_tokens`` to ``end_tokens`` of a prompt.
 
@@ -36,6 +47,11 @@ class LeftPrefix(msgspec.Struct, frozen=True, gc=False):
     """Where it lay when it left; empty: nowhere, it was dropped."""
     at_s: float
     touched_at: float
+    quota: str = ""
+    """For whose quota it went out of its turn, where ``beyond_pages`` is not 0; then as in
+    ``QuotaReason``."""
+    limit_pages: int = 0
+    beyond_pages: int = 0
 
 
 class MissedPrefix(msgspec.Struct, frozen=True, gc=False):

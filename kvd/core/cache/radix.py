@@ -116,15 +116,22 @@ class RadixTree:
         self.evictable_bytes = 0
         self.protected_bytes = 0
         self._page_bytes = match_page_tokens * ID_BYTES
-        self.order = order
         self._moved = moved or MovedPages()
+        self._take_order(order)
+        self.roots: dict[str, RadixNode] = {}
+        self._sweep_above = BARE_ROOTS
+        self._last_id = 0
+
+    def _take_order(self, order: EvictionOrder) -> None:
+        self.order = order
         self._add = order.add
         self._take = order.take_victims
         self._release = order.release
         self._touch = order.touch
-        self.roots: dict[str, RadixNode] = {}
-        self._sweep_above = BARE_ROOTS
-        self._last_id = 0
+
+    def reorder(self, order: EvictionOrder) -> None:
+        """Goes by another order from now on, which has taken over from the one before."""
+        self._take_order(order)
 
     @property
     def evictable_pages(self) -> int:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from kvd.core.cache.evictions import FLUSH, OPERATOR, SOON_S
 from kvd.core.cache.namespaces import told
 from kvd.core.inspect.explanation import Explanation, links_of
+from kvd.core.inspect.quota_states import out_of_turn
 from kvd.core.leases.owners import name_of
 from kvd.wire.snapshot import EvictedPrefix, EvictionState, MissedAgain, ThrashState
 
@@ -54,6 +55,7 @@ def _row(node: NodeView, left: LeftPrefix) -> EvictedPrefix:
         tier=left.tier,
         ago_s=now_s - left.at_s,
         unused_s=left.at_s - left.touched_at,
+        because=out_of_turn(left),
     )
 
 
@@ -147,7 +149,7 @@ def _left_words(node: NodeView, kept: LeftPrefix) -> str:
     return (
         f"{left.ago_s:.1f} s ago {_span(left)} left, {left.pages} pages, written by {left.wrote}, "
         f"for {_for(left)}; hits: {left.hits}, unused for {left.unused_s:.1f} s: "
-        f"{node.settings.policy.value} chose it; {became}"
+        f"{left.because or f'{node.settings.policy.value} chose it'}; {became}"
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvd import __version__
 from kvd.core.cache.namespaces import told
 from kvd.core.inspect.evicted import eviction_state
+from kvd.core.inspect.quota_states import quota_states
 from kvd.core.inspect.rows import (
     client_rows,
     peer_rows,
@@ -61,6 +62,7 @@ def snapshot(node: NodeView) -> Snapshot:
         slow_path=node.ways.slow_words(),
         pinned_bytes={name: got.pinned_bytes for name, got in node.ways.pinned.items()},
         tiers=tuple([tier_state(node, tier) for tier in node.tiers.each]),
+        quotas=quota_states(node),
         evictions=eviction_state(node),
         pins=tuple([pin_state(node, pin) for pin in node.pins.by_id.values()]),
         pins_gave_way=node.pins.gave_way,

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from kvd.core.cache.namespaces import told
 from kvd.types import count
 from kvd.wire import events
-from kvd.wire.cache_events import CacheThrashing
+from kvd.wire.cache_events import CacheThrashing, FloorBroken
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.left_prefix import Thrashing
+    from kvd.core.cache.quotas import QuotaShare
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.outbox import Outbox
 
@@ -90,6 +91,23 @@ def tell_thrashing(out: Outbox, began: Thrashing) -> None:
             namespace=told(left.namespace.decode()),
             pages=left.n_pages,
             after_s=began.last.at_s - left.at_s,
+        )
+    )
+
+
+def tell_floor_broken(
+    out: Outbox, share: QuotaShare, n_pages: int, session: int, need: str
+) -> None:
+    """So many pages of a floor went, as nothing else could."""
+    assert share.quota is not None
+    out.emit(
+        FloorBroken(
+            namespace=share.quota.namespace,
+            taken_pages=n_pages,
+            left_pages=share.n_pages,
+            floor_pages=share.quota.floor_pages,
+            session=session,
+            need=need,
         )
     )
 

@@ -32,12 +32,13 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.eviction import eviction_order
-from kvd.core.cache.evictions import FLUSH, MOST_FRESH, OPERATOR, Evictions
+from kvd.core.cache.evictions import FLUSH, MOST_FRESH, OPERATOR, SOON_S, Evictions
 from kvd.core.cache.lease import COPIES, COPY, ENGINE, OUTLIVING, PIN, Claimed, Shortage
 from kvd.core.cache.lease_record import LeaseRecord, LeaseSends
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.cache.moved_pages import MovedPages
 from kvd.core.cache.pages import PagePool
+from kvd.core.cache.quota_order import QuotaOrder
 from kvd.core.cache.radix import RadixTree
 from kvd.core.components.all_components import AllComponentPages
 from kvd.core.components.component_pages import tell_evicted
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from kvd.core.cache.eviction import Policy
     from kvd.core.cache.lease import Claim, Demand, Lent, Quarantine, Writer
     from kvd.core.cache.radix_node import RadixNode
+    from kvd.core.layout.quota import Quota
     from kvd.core.layout.spec import PoolSpec
     from kvd.core.outbox import Outbox
 
@@ -71,12 +73,21 @@ class LeaseTable:
     """Pages, tree and leases of one pool, moved together or not at all."""
 
     def __init__(
-        self, spec: PoolSpec, policy: Policy, out: Outbox, *, is_journaled: bool = False
+        self,
+        spec: PoolSpec,
+        policy: Policy,
+        out: Outbox,
+        *,
+        is_journaled: bool = False,
+        quotas: tuple[Quota, ...] = (),
     ) -> None:
         component = spec.components[0]
         self.moved = MovedPages()
         self.pool: PagePool = PagePool(component.name, spec.pages[0], self.moved)
-        self.tree = RadixTree(spec.match_page_tokens, eviction_order(policy), self.moved)
+        self.quotas: QuotaOrder | None = QuotaOrder(policy, quotas) if quotas else None
+        """The order of eviction, where namespaces have quotas."""
+        order = eviction_order(policy) if self.quotas is None else self.quotas
+        self.tree = RadixTree(spec.match_page_tokens, order, self.moved)
         self.components = AllComponentPages(spec, self.tree, out)
         self.evictions = Evictions(is_single=not self.components.each)
         self.saved: SavedArea = SavedArea(spec, self, out)
@@ -875,6 +886,8 @@ class LeaseTable:
         ``session`` needs them, for ``need``.
         """
         evicted = self.tree.evict(n_pages)
+        if self.quotas is not None:
+            self._note_quotas(self.quotas, session, need)
         n_freed = len(evicted.pages) // ID_BYTES
         # Noted as nobody's before anybody is given them: the journal hears in this order.
         self.return_pages(evicted.pages)
@@ -884,6 +897,32 @@ class LeaseTable:
             self.settle_evictions()
         tell_evicted(self._out, n_freed, len(evicted.victims), reason)
         return n_freed
+
+    def set_quotas(self, policy: Policy, quotas: tuple[Quota, ...]) -> None:
+        """These hold from now on. A table that never had any goes on without what they take."""
+        if self.quotas is not None:
+            self.quotas.share_out(quotas)
+        elif quotas:
+            self.quotas = QuotaOrder(policy, quotas)
+            self.quotas.take_over(self.tree.order)
+            self.tree.reorder(self.quotas)
+
+    def _note_quotas(self, order: QuotaOrder, session: int, need: str) -> None:
+        """What went out of its turn; of a floor that went it is told, and for whom."""
+        if not order.went:
+            return
+        self.evictions.by_quota.update(order.went)
+        taken: dict[str, int] = {}
+        for reason in order.went.values():
+            if reason.beyond_pages < 0:
+                taken[reason.namespace] = taken.get(reason.namespace, 0) - reason.beyond_pages
+        order.went = {}
+        for namespace, n_pages in taken.items():
+            share, at_s = order.share_named(namespace), self._out.at_s
+            # Once where it goes on: under load every request would tell of it.
+            if share.taken_pages == n_pages or at_s - share.taken_at_s > SOON_S:
+                lease_events.tell_floor_broken(self._out, share, n_pages, session, need)
+            share.taken_at_s = at_s
 
     def flush(
         self, keys: Collection[str] | None = None, namespace: str | None = None

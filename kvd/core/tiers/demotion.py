@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvd.core.inputs import Demoted
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
+    from kvd.core.tiers.index import ObjectShare, TierIndex
     from kvd.core.tiers.moves import TierMoves
     from kvd.core.tiers.node_keys import KeysAtNodes
     from kvd.core.tiers.tier import StorageTier
@@ -80,6 +81,64 @@ class NodeDemotion(TierMove):
     def n_objects(self) -> int:
         """How many were ordered."""
         return len(self.places)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class WriteRoom:
+    """How much of the nodes that are looked at may be written, of a tier or of a share of it.
+
+    No more than half of what it holds, nor with all that is before it more than that: what is
+    written last would push out the first, which would be written again, for ever.
+    """
+
+    __slots__ = ("fits", "room")
+
+    def __init__(self, n_objects: int) -> None:
+        self.fits = n_objects // 2 or 1
+        self.room = n_objects
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more may be written."""
+        return self.fits <= 0 or self.room <= 0
+
+    def take(self, above: int, n_pages: int, own: int) -> int:
+        """For a node of ``n_pages``: how many of its first pages fit.
+
+        ``above`` and ``own``: pages of its path, and of itself, that nobody has counted yet.
+        """
+        self.room -= above
+        within = min(self.fits, self.room)
+        self.fits -= n_pages
+        self.room -= own
+        return within
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class WriteRooms:
+    """The room of a whole tier, and that of each share of it that a look comes upon."""
+
+    __slots__ = ("_by_share", "_counted", "_index", "whole")
+
+    def __init__(self, index: TierIndex) -> None:
+        self.whole = WriteRoom(index.capacity)
+        self._by_share: dict[ObjectShare, WriteRoom] = {}
+        self._counted: set[int] = set()
+        self._index = index
+
+    def take(self, node: RadixNode) -> int:
+        """How many of its first pages may be written; at most 0: none."""
+        above = _uncounted_pages(node.parent, self._counted)
+        own = _uncounted_pages(node, self._counted)
+        within = self.whole.take(above, node.n_pages, own)
+        index = self._index
+        if not index.has_quotas:
+            return within
+        share = index.share_of(node.namespace)
+        room = self._by_share.get(share)
+        if room is None:
+            room = self._by_share[share] = WriteRoom(index.room_of(share))
+        return min(within, room.take(above, node.n_pages, own))
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -151,12 +210,9 @@ class Demoter:
         """
         chosen: list[tuple[RadixNode, list[int]]] = []
         hashed = 0
-        # No more than half of what the tier holds, nor with all that is before it more than that:
-        # what is written last would push out the first, which would be written again, for ever.
-        fits, room = self.tier.index.capacity // 2 or 1, self.tier.index.capacity
-        counted: set[int] = set()
+        rooms = WriteRooms(self.tier.index)
         for node in islice(self._leases.tree.order.ahead(), MOST_LOOKS):
-            if ahead <= 0 or fits <= 0 or room <= 0:
+            if ahead <= 0 or rooms.whole.is_full:
                 return chosen, True
             if left <= 0 or hashed >= MOST_HASHED:
                 return chosen, False
@@ -165,9 +221,7 @@ class Demoter:
             ahead -= node.n_pages
             if not self.wants(node):
                 continue
-            room -= _uncounted_pages(node.parent, counted)
-            within = min(fits, room)
-            fits, room = fits - node.n_pages, room - _uncounted_pages(node, counted)
+            within = rooms.take(node)
             if node.lock_ref or within <= 0:
                 continue  # it is being written, or what is before it fills the tier
             if not self._keys.is_known(node):

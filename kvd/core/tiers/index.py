@@ -13,7 +13,7 @@ goes by its age alone, until it is used again as a part of a prompt.
 
 What must not live here: what is written and read (``demotion``, ``promotion``), bytes.
 
-Invariant: n_objects = the sum over namespaces.
+Invariant: n_objects = the sum over namespaces = the sum over shares.
 """
 
 from __future__ import annotations
@@ -23,8 +23,15 @@ from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
+from kvd.core.cache.quotas import QuotaShare, share_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from kvd.core.layout.quota import Quota
+
+LastObject = tuple[int, bytes, str]
+"""A use of an object, which may not be its last; its key and namespace."""
 
 HEAP_SLACK = 1024
 """Entries that are out of date, beside one for each object, before the heap is made anew."""
@@ -45,12 +52,32 @@ class TierObject:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
+class ObjectShare(QuotaShare):
+    """A share of a tier, with a heap of those of its objects that nothing follows."""
+
+    __slots__ = ("last",)
+
+    def __init__(self, quota: Quota | None) -> None:
+        super().__init__(quota)
+        self.last: list[LastObject] = []
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class TierIndex:
     """The objects of one tier, as far as it has said so."""
 
-    __slots__ = ("_by_namespace", "_clock", "_last", "capacity", "n_objects", "reserved")
+    __slots__ = (
+        "_by_namespace",
+        "_by_quota",
+        "_clock",
+        "_share",
+        "capacity",
+        "n_objects",
+        "reserved",
+        "rest",
+    )
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, quotas: Iterable[Quota] = ()) -> None:
         self.capacity = capacity
         """So many objects at most, those that are being written among them."""
         self.n_objects = 0
@@ -58,8 +85,46 @@ class TierIndex:
         """Of objects that were ordered and are not said to be there yet."""
         self._by_namespace: dict[str, dict[bytes, TierObject]] = {}
         self._clock = 0
-        self._last: list[tuple[int, bytes, str]] = []
-        """A heap of those that nothing follows, each by a use of it that may not be the last."""
+        self._by_quota: dict[str, ObjectShare] = {}
+        self.rest = ObjectShare(None)
+        self._share: dict[str, ObjectShare] = {}
+        """By namespace, of those that have an object."""
+        self.share_out(quotas)
+
+    @property
+    def shares(self) -> list[ObjectShare]:
+        """Those of quotas, as they were configured, and the rest."""
+        return [*self._by_quota.values(), self.rest]
+
+    def share_out(self, quotas: Iterable[Quota]) -> None:
+        """These are the quotas from now on; what came of those before is still known."""
+        known = self._by_quota
+        self._by_quota = {quota.namespace: ObjectShare(quota) for quota in quotas}
+        for namespace, share in self._by_quota.items():
+            share.come_after(known.get(namespace))
+        self.rest = ObjectShare(None)
+        self._share = {name: self.share_of(name) for name in self._by_namespace}
+        for name, objects in self._by_namespace.items():
+            self._share[name].n_pages += len(objects)
+        for share in self.shares:
+            share.last = self._unfollowed(share)
+            heapify(share.last)
+
+    @property
+    def has_quotas(self) -> bool:
+        """Whether any namespace has one here."""
+        return bool(self._by_quota)
+
+    def share_of(self, namespace: str) -> ObjectShare:
+        """Whose its objects are, there or not."""
+        return share_of(namespace, self._by_quota, self.rest)
+
+    def room_of(self, share: ObjectShare) -> int:
+        """Objects that are there of a share in any case, if nobody else had less than a floor."""
+        quotas = [other.quota for other in self._by_quota.values() if other is not share]
+        room = self.capacity - sum([quota.floor_pages for quota in quotas if quota is not None])
+        most = share.quota.ceiling_pages if share.quota is not None else None
+        return max(1, room if most is None else min(room, most))
 
     def has(self, namespace: str, key: bytes) -> bool:
         """Whether that object is there."""
@@ -90,7 +155,11 @@ class TierIndex:
         """These are there and were used now; they follow each other, the first one ``before``."""
         if not keys:
             return
-        objects = self._by_namespace.setdefault(namespace, {})
+        objects = self._by_namespace.get(namespace)
+        if objects is None:
+            objects = self._by_namespace[namespace] = {}
+            self._share[namespace] = self.share_of(namespace)
+        share = self._share[namespace]
         self._clock = used = self._clock + 1
         known = None
         for key in keys:
@@ -98,6 +167,7 @@ class TierIndex:
             if known is None:
                 known = objects[key] = TierObject(used)
                 self.n_objects += 1
+                share.n_pages += 1
             known.used = used
             if before and known.before != before:
                 above = objects.get(before)
@@ -106,7 +176,7 @@ class TierIndex:
                     above.followers += 1
             before = key
         if known is not None and not known.followers:
-            self._push(used, before, namespace)
+            self._push(share, (used, before, namespace))
 
     def found(self, namespace: str, keys: Iterable[bytes]) -> None:
         """These lie there since before, linked to nothing; the first was used longest ago."""
@@ -136,13 +206,15 @@ class TierIndex:
         """All of it; how many objects that were."""
         n_objects = len(self._by_namespace.pop(namespace, ()))
         self.n_objects -= n_objects
+        if n_objects:
+            self._share.pop(namespace).n_pages -= n_objects
         return n_objects
 
     def clear(self) -> None:
         """Nothing is known of what lies there, nor is anything being written."""
         self._by_namespace = {}
-        self._last = []
         self.n_objects = self.reserved = 0
+        self.share_out([share.quota for share in self.shares if share.quota is not None])
 
     def reserve(self, n_objects: int) -> dict[str, list[bytes]]:
         """Keep room for so many that will be written; what goes for them, by namespace.
@@ -159,57 +231,90 @@ class TierIndex:
     def shrink(self) -> dict[str, list[bytes]]:
         """What is beyond the bound goes; by namespace, in the order of going."""
         gone: dict[str, list[bytes]] = {}
-        while self.n_objects and self.n_objects + self.reserved > self.capacity:
-            if not self._last:
-                self._make_anew()
-            used, key, namespace = self._last[0]
-            objects = self._by_namespace.get(namespace)
-            known = objects.get(key) if objects is not None else None
-            if known is None or objects is None or known.followers:
-                # Gone, or followed since: nobody searched the heap for it then.
-                heappop(self._last)
-            elif known.used != used:
-                heapreplace(self._last, (known.used, key, namespace))
-            else:
-                heappop(self._last)
-                self._remove(namespace, objects, key)
-                gone.setdefault(namespace, []).append(key)
+        if self.n_objects + self.reserved <= self.capacity:
+            return gone
+        shares = self.shares
+        fronts: list[tuple[int, LastObject, int]] = []
+        for number in range(len(shares)):
+            self._put_front(fronts, shares, number)
+        while fronts and self.n_objects + self.reserved > self.capacity:
+            turn, (_, key, namespace), number = heappop(fronts)
+            share = shares[number]
+            share.going(turn, 1)
+            heappop(share.last)
+            self._remove(namespace, self._by_namespace[namespace], key)
+            gone.setdefault(namespace, []).append(key)
+            self._put_front(fronts, shares, number)
         return gone
 
+    def _put_front(
+        self, fronts: list[tuple[int, LastObject, int]], shares: list[ObjectShare], number: int
+    ) -> None:
+        """What goes next of that share, if it has anything, among that of the others."""
+        share = shares[number]
+        while share.n_pages:
+            if not share.last:
+                self._make_anew(share)
+            used, key, namespace = share.last[0]
+            objects = self._by_namespace.get(namespace)
+            known = objects.get(key) if objects is not None else None
+            if known is None or known.followers:
+                # Gone, or followed since: nobody searched the heap for it then.
+                heappop(share.last)
+            elif known.used != used:
+                heapreplace(share.last, (known.used, key, namespace))
+            else:
+                heappush(fronts, (share.turn(1), share.last[0], number))
+                return
+
     def _remove(self, namespace: str, objects: dict[bytes, TierObject], key: bytes) -> None:
-        known = objects.pop(key)
+        known, share = objects.pop(key), self._share[namespace]
         self.n_objects -= 1
+        share.n_pages -= 1
         above = objects.get(known.before)
         # One that was bad and has come again does not know of all that follow it.
         if above is not None and above.followers:
             above.followers -= 1
             above.used = max(above.used, known.used)
             if not above.followers:
-                self._push(above.used, known.before, namespace)
+                self._push(share, (above.used, known.before, namespace))
         if not objects:
-            del self._by_namespace[namespace]
+            del self._by_namespace[namespace], self._share[namespace]
 
-    def _push(self, used: int, key: bytes, namespace: str) -> None:
-        if len(self._last) > 2 * self.n_objects + HEAP_SLACK:
-            self._make_anew()
-        heappush(self._last, (used, key, namespace))
+    def _push(self, share: ObjectShare, last: LastObject) -> None:
+        if len(share.last) > 2 * share.n_pages + HEAP_SLACK:
+            self._make_anew(share)
+        heappush(share.last, last)
 
-    def _make_anew(self) -> None:
+    def _make_anew(self, share: ObjectShare) -> None:
         """The heap, without what is out of date."""
-        self._last = self._unfollowed()
-        if not self._last:
+        share.last = self._unfollowed(share)
+        if not share.last:
             # Each is followed by another: no hashes make such a circle, but whoever wants room
             # must not wait for one.
-            for objects in self._by_namespace.values():
-                for known in objects.values():
+            for namespace in self._namespaces_of(share):
+                for known in self._by_namespace[namespace].values():
                     known.followers = 0
-            self._last = self._unfollowed()
-        heapify(self._last)
+            share.last = self._unfollowed(share)
+        heapify(share.last)
 
-    def _unfollowed(self) -> list[tuple[int, bytes, str]]:
+    def _unfollowed(self, share: ObjectShare) -> list[LastObject]:
         return [
             (known.used, key, namespace)
-            for namespace, objects in self._by_namespace.items()
-            for key, known in objects.items()
+            for namespace in self._namespaces_of(share)
+            for key, known in self._by_namespace[namespace].items()
             if not known.followers
         ]
+
+    def _namespaces_of(self, share: ObjectShare) -> list[str]:
+        return [namespace for namespace, one in self._share.items() if one is share]
+
+    def counted(self) -> bool:
+        """Whether all that is counted of shares is what it should be: for the audit."""
+        found = dict.fromkeys(self.shares, 0)
+        for namespace, objects in self._by_namespace.items():
+            found[self.share_of(namespace)] += len(objects)
+        n_objects = sum(found.values())
+        return n_objects == self.n_objects and all(
+            share.n_pages == n_pages for share, n_pages in found.items()
+        )

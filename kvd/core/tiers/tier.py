@@ -111,7 +111,8 @@ class StorageTier:
     def __init__(self, settings: TierSettings, out: Outbox) -> None:
         self.settings = settings
         self.name = settings.name
-        self.index = TierIndex(max(1, settings.capacity_bytes // settings.object_bytes))
+        n_objects = max(1, settings.capacity_bytes // settings.object_bytes)
+        self.index = TierIndex(n_objects, settings.quotas)
         self.counts = TierCounts()
         self.generation = 0
         """Of the storage process that serves it; 0: none does."""

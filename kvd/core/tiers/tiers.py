@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.inputs import Demoted, Promoted, StorageGone, TierFound, TierProbed, TierReady
+    from kvd.core.layout.quota import Quota
     from kvd.core.leases.admission import Admission
     from kvd.core.leases.epochs import Epochs
     from kvd.core.leases.lease_table import LeaseTable
@@ -72,6 +73,12 @@ class Tiers:
     def named(self, name: str) -> StorageTier | None:
         """The tier of that name."""
         return next((tier for tier in self.each if tier.name == name), None)
+
+    def set_quotas(self, quotas: tuple[Quota, ...]) -> None:
+        """These hold from now on in what is this node's to share out; nothing goes for it alone."""
+        for tier in self.each:
+            if not tier.settings.is_shared:
+                tier.index.share_out(quotas)
 
     # ---- told by the tree --------------------------------------------------------------------
 
