@@ -219,8 +219,8 @@ class Progress(PeerMessage, frozen=True, tag="progress"):
     ``landed``: of each route of the Offer, in the order of its sums, how many of the pages from the
     first one on are whole over there; empty where nothing is summed, or from a peer that does not
     say.
-    ``summed``: of each route, of how many of these ``checksums`` has the sums, as in Settled; where
-    the Offer asks for it.
+    ``checksums``: as in Settled, of each route those of the pages ``since`` to ``summed``; where
+    the Offer asks for it. Each is said once: who has missed what came before waits for Settled.
     """
 
     handoff: Counter
@@ -228,6 +228,7 @@ class Progress(PeerMessage, frozen=True, tag="progress"):
     landed: Annotated[tuple[Counter, ...], msgspec.Meta(max_length=MAX_ROUTES)] = ()
     summed: Annotated[tuple[Counter, ...], msgspec.Meta(max_length=MAX_ROUTES)] = ()
     checksums: Checksums = b""
+    since: Annotated[tuple[Counter, ...], msgspec.Meta(max_length=MAX_ROUTES)] = ()
 
 
 class Settled(PeerMessage, frozen=True, tag="settled"):
