@@ -24,7 +24,7 @@ from kvd.harness.child import ChildFailed
 from kvd.harness.daemons import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 ROOT: Final = Path(__file__).parents[1]
 MAKES_MODEL: Final = ROOT / "examples" / "vllm-pair" / "model.py"
@@ -35,44 +35,39 @@ ASK_S: Final = 60.0
 STOP_S: Final = 20.0
 
 
-class ServedVllm:
-    """One ``vllm serve``, and all that it starts: a session of its own.
+class HttpServer:
+    """A process that serves HTTP, and all that it starts: a session of its own.
 
     Args:
         name: of its log.
         folder: where that lies.
-        arguments: of vLLM.
+        command: what is run.
         environment: beside this process's own.
-        program: what Python runs.
+        port: where it serves.
+        health: what is asked there until it does.
     """
 
     def __init__(
         self,
         name: str,
         folder: Path,
-        arguments: Sequence[str],
+        command: Sequence[str],
         environment: Mapping[str, str],
         *,
-        program: Sequence[str] = SERVE,
+        port: int,
+        health: str = "/health",
     ) -> None:
-        self.port = free_port()
+        self.port = port
         self.name = name
+        self._health = health
         self._log = folder / f"{name}.log"
-        own = {
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_RPC_BASE_PATH": str(folder),
-        }
-        command = [os.environ["KVD_VLLM_PYTHON"], *program, *arguments]
         with self._log.open("wb") as sink:
             self._process = subprocess.Popen(
-                [*command, "--port", str(self.port)],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
-                env={**os.environ, **own, **environment},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
                 start_new_session=True,
             )
 
@@ -89,7 +84,7 @@ class ServedVllm:
                 raise ChildFailed("\n".join([f"{self.name} does not serve", *said]))
             with contextlib.suppress(OSError, http.client.HTTPException):
                 link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
-                link.request("GET", "/health")
+                link.request("GET", self._health)
                 if link.getresponse().status == 200:
                     return
             time.sleep(0.25)
@@ -110,11 +105,39 @@ class ServedVllm:
         self._process.wait()
 
 
+class ServedVllm(HttpServer):
+    """One ``vllm serve``; ``program`` is what Python runs with these arguments of vLLM."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        program: Sequence[str] = SERVE,
+    ) -> None:
+        port = free_port()
+        own = {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_RPC_BASE_PATH": str(folder),
+        }
+        command = [os.environ["KVD_VLLM_PYTHON"], *program, *arguments, "--port", str(port)]
+        super().__init__(name, folder, command, {**own, **environment}, port=port)
+
+
 class Answer(NamedTuple):
-    """What came of a prompt: the answer's tokens, and when the first one was here."""
+    """What came of a prompt.
+
+    ``first_at_s``: when the first token was here; ``cached_tokens``: so many of the prompt were not
+    computed.
+    """
 
     tokens: tuple[int, ...]
     first_at_s: float
+    cached_tokens: int
 
 
 def answer_of(port: int, ids: Sequence[int], *, tokens: int) -> Answer:
@@ -131,10 +154,11 @@ def answer_of(port: int, ids: Sequence[int], *, tokens: int) -> Answer:
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,
+        "stream_options": {"include_usage": True},
     }
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=ASK_S)
     found: list[int] = []
-    first_at_s = 0.0
+    first_at_s, n_cached = 0.0, 0
     with contextlib.closing(link):
         headers = {"Content-Type": "application/json"}
         link.request("POST", "/v1/completions", json.dumps(asked).encode(), headers)
@@ -146,20 +170,27 @@ def answer_of(port: int, ids: Sequence[int], *, tokens: int) -> Answer:
                     found += choice.get("token_ids") or ()
                 if found and not first_at_s:
                     first_at_s = time.monotonic()
+                details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+                n_cached = details.get("cached_tokens") or n_cached
     if not found:
         raise ChildFailed(f"no token ({response.status})")
-    return Answer(tuple(found), first_at_s)
+    return Answer(tuple(found), first_at_s, n_cached)
 
 
-def busy_of(leaders: Sequence[int]) -> float:
+def busy_of(leaders: Collection[int]) -> float:
     """Seconds of processors of all processes of these sessions so far."""
-    ticks = 0
+    found_s = 0.0
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ends meanwhile
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[3]) in leaders:
-                ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+        # It may end meanwhile.
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[3]) in leaders:
+                found_s += time.clock_gettime(_clock_of(int(stat.parent.name)))
+    return found_s
+
+
+def _clock_of(pid: int) -> int:
+    """As ``clock_getcpuclockid`` has it: what /proc says of a process has steps of 10 ms."""
+    return (~pid << 3) | 2
 
 
 def prompts(seed: int, n_tokens: int) -> Iterator[list[int]]:
@@ -196,7 +227,7 @@ def engine_arguments(model: Path, *, chunk: int, most_tokens: int) -> list[str]:
         *("--model", str(model), "--served-model-name", "m", "--host", "127.0.0.1"),
         *("--dtype", "float32", "--block-size", str(BLOCK), "--enforce-eager"),
         *("--max-model-len", str(max(2048, most_tokens + BLOCK))),
-        *("--max-num-batched-tokens", str(chunk)),
+        *("--max-num-batched-tokens", str(chunk), "--enable-prompt-tokens-details"),
         *("--max-num-seqs", "8", "--kv-cache-memory-bytes", str(128 << 20)),
         # As with one GPU. In a process of its own, as on a CPU, a worker looks for its next
         # step without a pause, and an engine that waits takes a core from the one that works.
