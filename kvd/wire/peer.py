@@ -219,16 +219,16 @@ class Progress(PeerMessage, frozen=True, tag="progress"):
     ``landed``: of each route of the Offer, in the order of its sums, how many of the pages from the
     first one on are whole over there; empty where nothing is summed, or from a peer that does not
     say.
-    ``checksums``: as in Settled, of each route those of the pages ``since`` to ``summed``; where
-    the Offer asks for it. Each is said once: who has missed what came before waits for Settled.
+    ``checksums``: where the Offer asks for it, as in Settled, those of some pages of each route;
+    ``summed`` says behind which one and up to which, two numbers a route. Each sum is said once:
+    who has missed one waits for Settled.
     """
 
     handoff: Counter
     moved_bytes: Counter
     landed: Annotated[tuple[Counter, ...], msgspec.Meta(max_length=MAX_ROUTES)] = ()
-    summed: Annotated[tuple[Counter, ...], msgspec.Meta(max_length=MAX_ROUTES)] = ()
+    summed: Annotated[tuple[Counter, ...], msgspec.Meta(max_length=2 * MAX_ROUTES)] = ()
     checksums: Checksums = b""
-    since: Annotated[tuple[Counter, ...], msgspec.Meta(max_length=MAX_ROUTES)] = ()
 
 
 class Settled(PeerMessage, frozen=True, tag="settled"):

@@ -197,13 +197,13 @@ def test_a_writer_that_says_more_than_it_has_sent_is_not_believed(coming):
     (part,) = coming.world.d.node.decoder.parts.values()
     told = Progress(part.incarnation, coming.world.d.incarnation, part.handoff, 64, (1,))
     for more in (
-        {"since": (0,), "summed": (2,), "checksums": bytes(16)},
-        {"since": (1,), "summed": (1,), "checksums": bytes(8)},
-        {"since": (2,), "summed": (1,)},
-        {"since": (0,), "summed": (1,), "checksums": bytes(16)},
-        {"since": (0, 0), "summed": (1, 1), "checksums": bytes(16)},
+        {"summed": (0, 2), "checksums": bytes(16)},
+        {"summed": (1, 1), "checksums": bytes(8)},
+        {"summed": (2, 1)},
+        {"summed": (0, 1), "checksums": bytes(16)},
+        {"summed": (0, 1, 0, 1), "checksums": bytes(16)},
         {"summed": (1,), "checksums": bytes(8)},
-        {"since": (0,), "summed": (1,)},
+        {"summed": (0, 1)},
     ):
         said = msgspec.structs.replace(told, **more)
         coming.world.d.feed(inputs.FromPeer(coming.world.now_s, "out:p", said))
@@ -223,8 +223,8 @@ def test_sums_are_said_ahead_only_where_that_is_asked():
             if isinstance(one, effects.SendToPeer) and isinstance(one.message, Progress)
         ]
         assert [one.landed for one in said] == [(2,)]
-        assert [(one.since, one.summed, len(one.checksums)) for one in said] == (
-            [((0,), (2,), 16)] if is_asked else [((), (), 0)]
+        assert [(one.summed, len(one.checksums)) for one in said] == (
+            [((0, 2), 16)] if is_asked else [((), 0)]
         )
 
 
@@ -235,7 +235,7 @@ def said_ahead(coming: Coming) -> list[tuple[int, int, bytes]]:
         for one in coming.world.p.effects
         if isinstance(one, effects.SendToPeer) and isinstance(one.message, Progress)
     ]
-    return [(*one.since, *one.summed, one.checksums) for one in progress if one.checksums]
+    return [(*one.summed, one.checksums) for one in progress if one.checksums]
 
 
 def told_to_transfer(coming: Coming) -> list[tuple[int, bytes]]:
@@ -259,7 +259,7 @@ def test_the_sum_of_each_page_is_said_once_and_passed_on_once(coming):
 def test_behind_sums_that_were_lost_nothing_is_told_before_the_end(coming):
     (part,) = coming.world.d.node.decoder.parts.values()
     told = Progress(part.incarnation, coming.world.d.incarnation, part.handoff, 64, landed=(4,))
-    said = msgspec.structs.replace(told, since=(2,), summed=(4,), checksums=bytes(16))
+    said = msgspec.structs.replace(told, summed=(2, 4), checksums=bytes(16))
     coming.world.d.feed(inputs.FromPeer(coming.world.now_s, "out:p", said))
     coming.world.run()
 

@@ -67,14 +67,11 @@ MAX_AHEAD_BYTES = 128 * 1024
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class SumsAhead:
-    """What Progress says of sums: by route, behind which pages, up to which, and these."""
+    """What Progress says of sums: by route, behind which unit and up to which; and these."""
 
-    __slots__ = ("checksums", "since", "summed")
+    __slots__ = ("checksums", "summed")
 
-    def __init__(
-        self, since: tuple[int, ...] = (), summed: tuple[int, ...] = (), checksums: bytes = b""
-    ) -> None:
-        self.since = since
+    def __init__(self, summed: tuple[int, ...] = (), checksums: bytes = b"") -> None:
         self.summed = summed
         self.checksums = checksums
 
@@ -363,12 +360,14 @@ class Posts:
         checksums = b"".join([sums[one] for one in over])
         if not checksums or len(checksums) > MAX_AHEAD_BYTES:
             return NOTHING_AHEAD
-        since = tuple([part.sums.said_units.get(route, 0) for route in range(len(part.seals))])
-        summed = tuple([unit - seal.first for unit, seal in zip(upto, part.seals, strict=True)])
-        part.sums.said_units = dict(enumerate(summed))
+        summed: list[int] = []
+        for route, seal in enumerate(part.seals):
+            units = upto[route] - seal.first
+            summed += [part.sums.said_units.get(route, 0), units]
+            part.sums.said_units[route] = units
         for route, post in over:
             said[route] = post
-        return SumsAhead(since=since, summed=summed, checksums=checksums)
+        return SumsAhead(summed=tuple(summed), checksums=checksums)
 
     def live_bytes(self, part: SendPart) -> int:
         """What has left for the part, of posts that are under way too."""

@@ -190,7 +190,6 @@ class Transfers:
                     landed=landed,
                     summed=ahead.summed,
                     checksums=ahead.checksums,
-                    since=ahead.since,
                 ),
             )
 

@@ -288,24 +288,23 @@ def _hear_sums(part: ReceivePart, message: Progress) -> None:
 
     A writer may say any number: what does not fit, or leaves some out, is not read.
     """
-    n_routes = len(part.seals)
-    if not part.attempt.as_it_comes or not len(message.summed) == len(message.since) == n_routes:
+    if not part.attempt.as_it_comes or len(message.summed) != 2 * len(part.seals):
         return
-    heard: list[tuple[int, bytes]] = []
+    heard: list[tuple[int, int, bytes]] = []
     at = 0
     for index, seal in enumerate(part.seals):
-        since, told = message.since[index], message.summed[index]
+        since, told = message.summed[2 * index : 2 * index + 2]
         known = part.heard.get(index, 0)
         if since > told or told > min(message.landed[index], seal.end - seal.first):
             return
         size = SUM_BYTES * chosen(seal, seal.first + since, seal.first + told).size
         if since == known < told:
-            heard.append((index, message.checksums[at : at + size]))
+            heard.append((index, told, message.checksums[at : at + size]))
         at += size
     if at != len(message.checksums):
         return
-    for index, sums in heard:
-        part.heard[index] = message.summed[index]
+    for index, told, sums in heard:
+        part.heard[index] = told
         part.unsaid[index] = part.unsaid.get(index, b"") + sums
 
 
