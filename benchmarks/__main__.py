@@ -22,6 +22,7 @@ SHORT_HELP = {
     "lmcache": "LMCache's calls of a tier, kvd's beside its own files.",
     "transformers": "A prompt at transformers' generate, found or saved.",
     "sglang": "Pages of SGLang's, beside its own files.",
+    "vllm_costs": "What kvd takes of a vLLM: a hit, a prompt, an answer.",
     "first_token": "From a prompt at one vLLM to the first token at another.",
     "tiers": "A tier on disk beside bare NIXL.",
     "tier_trace": "A recorded load through pools with disks.",

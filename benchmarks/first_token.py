@@ -14,10 +14,8 @@ Needs ``KVD_VLLM_PYTHON``, an environment with vLLM and kvd, and for the referen
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -27,9 +25,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
-import numpy as np
 
 from benchmarks.harness import benchmark
+from benchmarks.served_vllm import (
+    BLOCK,
+    ROOT,
+    STOP_S,
+    ServedVllm,
+    answer_of,
+    busy_of,
+    engine_arguments,
+    kvd_transfer,
+    model_in,
+    prompts,
+    settings_of,
+)
 from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_most
 from kvd.harness.child import ChildFailed
 from kvd.harness.daemons import free_port, two_daemons
@@ -39,15 +49,9 @@ if TYPE_CHECKING:
 
     from kvd.bench.report import Measured, Told
 
-ROOT: Final = Path(__file__).parents[1]
 ENGINE: Final = ROOT / "tests" / "engines" / "vllm_marks.py"
-MAKES_MODEL: Final = ROOT / "examples" / "vllm-pair" / "model.py"
-BLOCK: Final = 32
 KEPT_PROMPTS: Final = 8
 """So many the pool of each daemon has room for."""
-START_S: Final = 300.0
-ASK_S: Final = 60.0
-STOP_S: Final = 20.0
 QUIET_S: Final = 0.3
 """Between two requests: what the one before has left to be done is done."""
 
@@ -89,84 +93,21 @@ class SchedulerMark(NamedTuple):
     at_s: float
 
 
-class ServedVllm:
-    """One ``vllm serve``, and all that it starts: a session of its own."""
+class MarkedVllm(ServedVllm):
+    """One whose scheduler notes what it does."""
 
     def __init__(
         self, name: str, folder: Path, arguments: Sequence[str], environment: Mapping[str, str]
     ) -> None:
-        self.port = free_port()
-        self.marks_file = folder / f"{name}.marks"
-        self.marks_file.touch()
-        self._log = folder / f"{name}.log"
-        self._name = name
-        own = {
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_RPC_BASE_PATH": str(folder),
-            "MARKS": str(self.marks_file),
-        }
-        command = [os.environ["KVD_VLLM_PYTHON"], str(ENGINE), *arguments]
-        with self._log.open("wb") as sink:
-            self._process = subprocess.Popen(
-                [*command, "--port", str(self.port)],
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                env={**os.environ, **own, **environment},
-                start_new_session=True,
-            )
-
-    def wait_ready(self) -> None:
-        """Return when it serves.
-
-        Raises:
-            ChildFailed: it has ended, or took longer.
-        """
-        until_s = time.monotonic() + START_S
-        while True:
-            if self._process.poll() is not None or time.monotonic() > until_s:
-                said = self._log.read_text(errors="replace").splitlines()[-20:]
-                raise ChildFailed("\n".join([f"{self._name} does not serve", *said]))
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
-                link.request("GET", "/health")
-                if link.getresponse().status == 200:
-                    return
-            time.sleep(0.25)
+        self._marks_file = folder / f"{name}.marks"
+        self._marks_file.touch()
+        marked = {**environment, "MARKS": str(self._marks_file)}
+        super().__init__(name, folder, arguments, marked, program=[str(ENGINE)])
 
     def marks(self, since_s: float) -> list[SchedulerMark]:
         """Those behind that time."""
-        said = [json.loads(line) for line in self.marks_file.read_bytes().splitlines()]
+        said = [json.loads(line) for line in self._marks_file.read_bytes().splitlines()]
         return [SchedulerMark(**mark) for mark in said if mark["at_s"] >= since_s]
-
-    @property
-    def pid(self) -> int:
-        """Of the session."""
-        return self._process.pid
-
-    def stop(self) -> None:
-        """End all of it."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-
-def busy_of(leaders: Sequence[int]) -> float:
-    """Seconds of processors of all processes of these sessions so far."""
-    ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ends meanwhile
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[3]) in leaders:
-                ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class MeasuredPair:
@@ -176,8 +117,8 @@ class MeasuredPair:
         self,
         connector: str,
         router: str,
-        prefill: ServedVllm,
-        decode: ServedVllm,
+        prefill: MarkedVllm,
+        decode: MarkedVllm,
         folder: Path,
         *,
         more: Sequence[int] = (),
@@ -206,7 +147,7 @@ class MeasuredPair:
         """One prompt; what came of it is one more row."""
         time.sleep(QUIET_S)
         before_s, began_s = busy_of(self._leaders), time.monotonic()
-        at_s, token = self._first(ids)
+        answer = answer_of(self.port, ids, tokens=1)
         over_s = time.monotonic()
         time.sleep(QUIET_S)
         busy_s = busy_of(self._leaders) - before_s
@@ -218,38 +159,12 @@ class MeasuredPair:
         end_s = computed[-1].at_s
         row = {
             "first": first[0].at_s - end_s,
-            "client": at_s - end_s,
+            "client": answer.first_at_s - end_s,
             "whole": over_s - began_s,
             "busy": busy_s,
         }
         self.rows.append(row | {f"{stage}_s": took for stage, took in stages(decoded, end_s)})
-        self.tokens.append(token)
-
-    def _first(self, ids: Sequence[int]) -> tuple[float, int]:
-        """When the client has the first token, and which one that is."""
-        asked = {
-            "model": "m",
-            "prompt": list(ids),
-            "max_tokens": 1,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-        }
-        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ASK_S)
-        with contextlib.closing(link):
-            headers = {"Content-Type": "application/json"}
-            link.request("POST", "/v1/completions", json.dumps(asked).encode(), headers)
-            response = link.getresponse()
-            for line in response:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line.removeprefix(b"data: "))
-                    found = [one.get("token_ids") for one in event.get("choices", ())]
-                    if any(found):
-                        at_s = time.monotonic()
-                        response.read()
-                        return at_s, found[0][0]
-        raise ChildFailed(f"{self.connector}: no token ({response.status})")
+        self.tokens += answer.tokens
 
     def median(self, key: str) -> float:
         """Of all rows, in milliseconds."""
@@ -301,76 +216,28 @@ def stages(decoded: Sequence[SchedulerMark], end_s: float) -> Iterator[tuple[str
         at_s = over_s
 
 
-def prompts(seed: int, n_tokens: int) -> Iterator[list[int]]:
-    """Each another one from its first token on."""
-    draw = np.random.default_rng(seed)
-    while True:
-        yield draw.integers(5, 1000, n_tokens).tolist()
-
-
-def model_in(folder: Path) -> Path:
-    """A small Llama with random weights."""
-    made = folder / "model"
-    subprocess.run([os.environ["KVD_VLLM_PYTHON"], str(MAKES_MODEL), str(made)], check=True)
-    return made
-
-
-def settings_of(model: Path, pages: int) -> dict[str, str]:
-    """A pool whose pages are this model's blocks."""
-    shape = json.loads((model / "config.json").read_text())
-    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    page_bytes = BLOCK * shape["num_key_value_heads"] * head_dim * 2 * 4
-    return {
-        "pool.family": "raw",
-        "pool.layers": str(shape["num_hidden_layers"]),
-        "pool.page_size": str(BLOCK),
-        "pool.page_bytes": str(page_bytes),
-        "pool.pages": str(pages),
-    }
-
-
 class BothEngines:
     """How the engines of every pair are started."""
 
     def __init__(self, model: Path, folder: Path, *, chunk: int, prompt_tokens: int) -> None:
         self._folder = folder
-        room_tokens = max(2048, prompt_tokens + BLOCK)
-        self._arguments = [
-            *("--model", str(model), "--served-model-name", "m", "--host", "127.0.0.1"),
-            *("--dtype", "float32", "--block-size", str(BLOCK), "--enforce-eager"),
-            *("--max-model-len", str(room_tokens), "--max-num-batched-tokens", str(chunk)),
-            *("--max-num-seqs", "8", "--kv-cache-memory-bytes", str(128 << 20)),
-            # As with one GPU. In a process of its own, as on a CPU, a worker looks for its next
-            # step without a pause, and an engine that waits takes a core from the one that works.
-            *("--distributed-executor-backend", "uni"),
-        ]
+        self._arguments = engine_arguments(model, chunk=chunk, most_tokens=prompt_tokens)
 
     @contextlib.contextmanager
     def serving(
         self, transfers: Mapping[str, Any], environments: Mapping[str, Mapping[str, str]]
-    ) -> Iterator[tuple[ServedVllm, ServedVllm]]:
+    ) -> Iterator[tuple[MarkedVllm, MarkedVllm]]:
         """A pair, for as long as the block lasts."""
         with contextlib.ExitStack() as ends:
             found = []
             for name, transfer in transfers.items():
                 told = [*self._arguments, "--kv-transfer-config", json.dumps(transfer)]
-                served = ServedVllm(name, self._folder, told, environments.get(name, {}))
+                served = MarkedVllm(name, self._folder, told, environments.get(name, {}))
                 ends.callback(served.stop)
                 found.append(served)
             for served in found:
                 served.wait_ready()
             yield found[0], found[1]
-
-
-def kvd_transfer(endpoint: str, *, parts: bool) -> dict[str, object]:
-    """What vLLM is told of kvd."""
-    return {
-        "kv_connector": "KvdConnector",
-        "kv_connector_module_path": "kvd.connectors.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"kvd.endpoint": endpoint, "kvd.load_parts": parts},
-    }
 
 
 def nixl_transfer(role: str) -> dict[str, object]:

@@ -134,8 +134,9 @@ class SumLanded(msgspec.Struct, frozen=True, tag="SumLanded"):
     """Sum the first ``landed`` of the pages that ``Verify`` of this ticket will name: all whole.
 
     Not answered. A transfer process that never heard it sums them when it hears ``Verify``.
-    ``sums``: what the writer says of the first ``summed`` of them. Then it says ``LandedGood`` if
-    they are what was sent; what is not, or was never asked, ``Verify`` finds out.
+    ``sums``: what the writer says of the first ``summed`` of them, behind those that were said
+    before. Then it says ``LandedGood`` if they are what was sent; what is not, or was never asked,
+    ``Verify`` finds out.
     """
 
     ticket: int

@@ -271,6 +271,8 @@ class SimTransferProcess:
         self._connections = 0
         self._ahead: dict[int, bytes] = {}
         """By ticket, the sums of what has landed before its Verify."""
+        self._said: dict[int, bytes] = {}
+        """By ticket, what the writer has said of them before that."""
         self.inbound = Inbound(self)
         self.paths = SimPaths(self)
 
@@ -511,12 +513,14 @@ class SimTransferProcess:
                 memory = self.host.memory.regions[order.component]
                 landed = [memory[page] for page in page_ids(order.pages)[: order.landed]]
                 found = self._ahead[order.ticket] = _sums(order.seal, order.seal.first, landed)
-                if order.sums and found.startswith(order.sums):
+                said = self._said[order.ticket] = self._said.get(order.ticket, b"") + order.sums
+                if order.sums and found.startswith(said):
                     self._agenda.after(
                         0.05 * self._random(), self._tell_good, order.ticket, order.summed
                     )
             case effects.ForgetSums(ticket):
                 self._ahead.pop(ticket, None)
+                self._said.pop(ticket, None)
 
     def _tell_good(self, ticket: int, n_pages: int) -> None:
         if self.is_alive:
@@ -535,6 +539,7 @@ class SimTransferProcess:
         sums = _sums(seal, seal.first, [memory[page] for page in page_ids(effect.pages)])
         # What was summed ahead is not looked at again: it must have been whole then.
         ahead = self._ahead.pop(effect.ticket, b"") if not is_damaged else b""
+        self._said.pop(effect.ticket, None)
         sums = ahead + sums[len(ahead) :]
         bad = tuple(
             int(page)

@@ -127,22 +127,26 @@ class VerifyJob(PageSumJob):
 
     wanted = b""
     ahead = b""
-    """What it says of the first chosen pages before that, until it is compared."""
+    """What it says before that of the first chosen pages, behind those that are compared."""
     ahead_pages = 0
+    n_compared = 0
+    is_flawed = False
+    """Whether one of these is not what was sent."""
 
     @property
     @override
     def is_ahead(self) -> bool:
         """Whether these are summed; under the lock of the summers."""
         n_begun = self.begun if self.begun + self.left == self.ids.size else 0
-        return bool(self.ahead) and n_begun * SUM_BYTES >= len(self.ahead)
+        return bool(self.ahead) and (n_begun - self.n_compared) * SUM_BYTES >= len(self.ahead)
 
     def compare_ahead(self) -> LandedGood | None:
         """The same, compared, once: whatever is not good is said when all of it is asked about."""
         wanted: NDArray[np.uint64] = np.frombuffer(self.ahead, "<u8")
-        self.ahead = b""
-        is_good = bool((self.sums[: wanted.size] == wanted).all())
-        return LandedGood(UNSTAMPED, self.ticket, self.ahead_pages) if is_good else None
+        first, self.ahead = self.n_compared, b""
+        self.n_compared = first + wanted.size
+        self.is_flawed |= not (self.sums[first : self.n_compared] == wanted).all()
+        return None if self.is_flawed else LandedGood(UNSTAMPED, self.ticket, self.ahead_pages)
 
     def report(self) -> Verified:
         """What its sums say."""
@@ -404,7 +408,7 @@ class Sums:
         end_page = order.seal.first + order.landed
         self._summers.want(job, int(job.logical.searchsorted(end_page)))
         if order.sums:
-            job.ahead, job.ahead_pages = order.sums, order.summed
+            job.ahead, job.ahead_pages = job.ahead + order.sums, order.summed
             self._compare_ahead(job)
 
     def _compare_ahead(self, job: VerifyJob) -> None:

@@ -219,14 +219,15 @@ class Progress(PeerMessage, frozen=True, tag="progress"):
     ``landed``: of each route of the Offer, in the order of its sums, how many of the pages from the
     first one on are whole over there; empty where nothing is summed, or from a peer that does not
     say.
-    ``summed``: of each route, of how many of these ``checksums`` has the sums, as in Settled; where
-    the Offer asks for it.
+    ``checksums``: where the Offer asks for it, as in Settled, those of some pages of each route;
+    ``summed`` says behind which one and up to which, two numbers a route. Each sum is said once:
+    who has missed one waits for Settled.
     """
 
     handoff: Counter
     moved_bytes: Counter
     landed: Annotated[tuple[Counter, ...], msgspec.Meta(max_length=MAX_ROUTES)] = ()
-    summed: Annotated[tuple[Counter, ...], msgspec.Meta(max_length=MAX_ROUTES)] = ()
+    summed: Annotated[tuple[Counter, ...], msgspec.Meta(max_length=2 * MAX_ROUTES)] = ()
     checksums: Checksums = b""
 
 

@@ -225,6 +225,8 @@ class Side(NodeShell):
         self.asked: list[effects.Verify] = []
         self.ahead: dict[int, list[bytes]] = {}
         """By ticket, the sums of what had landed before its Verify."""
+        self.said: dict[int, bytes] = {}
+        """By ticket, what the writer had said of them before that."""
         """What our transfer process has to verify."""
         self.fails_loading = 0
         """So many agents will fail to load."""
@@ -449,6 +451,7 @@ class Side(NodeShell):
         self.inflow = Inflow(self)
         self.asked.clear()
         self.ahead.clear()
+        self.said.clear()
 
     @override
     def restart_transfer(self, why: str) -> None:
@@ -612,6 +615,7 @@ class Side(NodeShell):
                 self.sum_landed(order)
             case effects.ForgetSums(ticket):
                 self.ahead.pop(ticket, None)
+                self.said.pop(ticket, None)
 
     def sum_landed(self, order: effects.SumLanded) -> None:
         """Sum what is in the pages now: they are not looked at again."""
@@ -621,7 +625,8 @@ class Side(NodeShell):
         more = logical[len(known) :]
         assert more or order.sums, "nothing new has landed"
         known += [sum_of(seal, one, self.seen(order, pages[one - seal.first])) for one in more]
-        if order.sums and b"".join(known).startswith(order.sums):
+        said = self.said[order.ticket] = self.said.get(order.ticket, b"") + order.sums
+        if order.sums and b"".join(known).startswith(said):
             self.inbox.append(inputs.LandedGood(0.0, order.ticket, order.summed))
 
     def verify(self, verify: effects.Verify) -> None:
@@ -636,6 +641,7 @@ class Side(NodeShell):
         logical = chosen(seal, seal.first, seal.end).tolist()
         assert len(verify.sums) == SUM_BYTES * len(logical)
         sums = self.ahead.pop(verify.ticket, [])
+        self.said.pop(verify.ticket, None)
         rest = logical[len(sums) :]
         sums += [sum_of(seal, one, self.seen(verify, pages[one - seal.first])) for one in rest]
         wanted = [verify.sums[at : at + SUM_BYTES] for at in range(0, len(verify.sums), SUM_BYTES)]

@@ -196,7 +196,15 @@ def test_a_receive_that_fails_while_it_is_loaded_from_leaves_nothing(coming, is_
 def test_a_writer_that_says_more_than_it_has_sent_is_not_believed(coming):
     (part,) = coming.world.d.node.decoder.parts.values()
     told = Progress(part.incarnation, coming.world.d.incarnation, part.handoff, 64, (1,))
-    for more in ({"summed": (2,), "checksums": bytes(16)}, {"summed": (1, 1)}, {"summed": (1,)}):
+    for more in (
+        {"summed": (0, 2), "checksums": bytes(16)},
+        {"summed": (1, 1), "checksums": bytes(8)},
+        {"summed": (2, 1)},
+        {"summed": (0, 1), "checksums": bytes(16)},
+        {"summed": (0, 1, 0, 1), "checksums": bytes(16)},
+        {"summed": (1,), "checksums": bytes(8)},
+        {"summed": (0, 1)},
+    ):
         said = msgspec.structs.replace(told, **more)
         coming.world.d.feed(inputs.FromPeer(coming.world.now_s, "out:p", said))
         coming.world.run()
@@ -216,8 +224,60 @@ def test_sums_are_said_ahead_only_where_that_is_asked():
         ]
         assert [one.landed for one in said] == [(2,)]
         assert [(one.summed, len(one.checksums)) for one in said] == (
-            [((2,), 16)] if is_asked else [((), 0)]
+            [((0, 2), 16)] if is_asked else [((), 0)]
         )
+
+
+def said_ahead(coming: Coming) -> list[tuple[int, int, bytes]]:
+    """From which page to which one the writer has said sums, and these."""
+    progress = [
+        one.message
+        for one in coming.world.p.effects
+        if isinstance(one, effects.SendToPeer) and isinstance(one.message, Progress)
+    ]
+    return [(*one.summed, one.checksums) for one in progress if one.checksums]
+
+
+def told_to_transfer(coming: Coming) -> list[tuple[int, bytes]]:
+    """Up to which page our transfer process hears what the writer says, and that."""
+    orders = [one for one in coming.world.d.effects if isinstance(one, effects.SumLanded)]
+    return [(one.summed, one.sums) for one in orders if one.sums]
+
+
+def test_the_sum_of_each_page_is_said_once_and_passed_on_once(coming):
+    coming.land(coming.first)
+    coming.land(coming.second)
+
+    (first, second) = said_ahead(coming)
+    assert (first[:2], second[:2]) == ((0, 2), (2, 4))
+    assert told_to_transfer(coming) == [(2, first[2]), (4, second[2])]
+    assert len(first[2] + second[2]) == 4 * 8
+    coming.finish()
+    assert [one.tokens for one in coming.told()] == []
+
+
+def test_behind_sums_that_were_lost_nothing_is_told_before_the_end(coming):
+    (part,) = coming.world.d.node.decoder.parts.values()
+    told = Progress(part.incarnation, coming.world.d.incarnation, part.handoff, 64, landed=(4,))
+    said = msgspec.structs.replace(told, summed=(2, 4), checksums=bytes(16))
+    coming.world.d.feed(inputs.FromPeer(coming.world.now_s, "out:p", said))
+    coming.world.run()
+
+    assert not part.heard
+    assert told_to_transfer(coming) == coming.told() == []
+
+
+def test_sums_that_are_not_worth_a_word_yet_are_passed_on_with_those_behind_them():
+    coming = Coming()
+    verifying = coming.world.d.node.decoder.verifying
+    verifying._arrived_bytes = 3 * verifying._payload.parts[0].page_bytes
+    coming.land(coming.first)
+    assert told_to_transfer(coming) == []
+    coming.land(coming.second)
+
+    (first, second) = said_ahead(coming)
+    assert told_to_transfer(coming) == [(4, first[2] + second[2])]
+    assert [one.tokens for one in coming.told()] == [96]
 
 
 assert PAGE == 16

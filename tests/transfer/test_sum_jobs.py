@@ -156,6 +156,9 @@ def test_sums_that_are_said_ahead_are_compared_once_these_pages_are_summed(
     sum_all()
 
     assert reports == ([LandedGood(UNSTAMPED, 7, 3)] if is_good else [])
+    sums.landed(SumLanded(7, "kv", SEAL, pages, 4, summed=4, sums=wanted.packed()[3 * 8 : 4 * 8]))
+    sum_all()
+    assert reports == ([LandedGood(UNSTAMPED, 7, n) for n in (3, 4)] if is_good else [])
     sums.verify(Verify(7, "kv", SEAL, pages, wanted.packed()))
     while sums.are_awaited:
         sums.step()

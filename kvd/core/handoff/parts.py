@@ -278,8 +278,8 @@ class ReceivePart(HandoffPart):
     """One attempt to receive one prompt, or what one of several sources sends of it."""
 
     __slots__ = (
-        *("arrived", "attempt", "is_verified", "landed", "state", "summed", "sums", "tickets"),
-        "unanswered",
+        *("arrived", "attempt", "heard", "is_verified", "landed", "state", "summed", "sums"),
+        *("tickets", "unanswered", "unsaid"),
     )
 
     def __init__(self, part_id: int, peer: str, attempt: ReceiveAttempt) -> None:
@@ -292,6 +292,10 @@ class ReceivePart(HandoffPart):
         """By route, of what our transfer process is asked to sum, or was told has landed."""
         self.landed: dict[int, int] = {}
         """By route: so many of its first pages our transfer process knows to be whole."""
+        self.heard: dict[int, int] = {}
+        """By route: of so many of its first pages the writer has said the sums."""
+        self.unsaid: dict[int, bytes] = {}
+        """By route: those of them that our transfer process was not told."""
         self.summed: dict[int, int] = {}
         """By route: of so many of these it knows what the writer says."""
         self.arrived: dict[int, int] = {}
@@ -402,6 +406,21 @@ class FailedSend:
         self.lease = lease
         """0: it had none."""
         self.prompt_tokens = prompt_tokens
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PostSums:
+    """The sums of the pages that a part has sent, and how many of them were said before its end."""
+
+    __slots__ = ("by_post", "said_posts", "said_units")
+
+    def __init__(self) -> None:
+        self.by_post: dict[tuple[int, int], bytes] = {}
+        """By route and post, of the pages of each post that is done; ids of posts grow."""
+        self.said_units: dict[int, int] = {}
+        """By route: so many of its units from the first one on."""
+        self.said_posts: dict[int, int] = {}
+        """By route: the last of the posts whose sums these are."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -548,8 +567,7 @@ class SendPart(HandoffPart):
         """How many of the decode side's pages each of ours is, for each component compared."""
         self.posted_last = True
         """Whether what goes with the last chunk is posted; true where there is nothing."""
-        self.sums: dict[tuple[int, int], bytes] = {}
-        """By route and post, of the pages of each post that is done; ids of posts grow."""
+        self.sums = PostSums()
         self.aux: bytes | None = None
         """Given with ``finish``; None: the engine has not finished."""
         self.finish_call: int | None = None
@@ -567,4 +585,4 @@ class SendPart(HandoffPart):
     @property
     def checksums(self) -> bytes:
         """The sums of all its posts, route by route in the order of the pages."""
-        return b"".join(sums for _, sums in sorted(self.sums.items()))
+        return b"".join(sums for _, sums in sorted(self.sums.by_post.items()))

@@ -62,7 +62,21 @@ TURNS_AHEAD = 4
 """Handles that are in flight at a time."""
 
 MAX_AHEAD_BYTES = 128 * 1024
-"""Of sums that are said before the end, with each Progress: of 16,384 pages."""
+"""Of sums that are said before the end, with one Progress: of 16,384 pages."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class SumsAhead:
+    """What Progress says of sums: by route, behind which unit and up to which; and these."""
+
+    __slots__ = ("checksums", "summed")
+
+    def __init__(self, summed: tuple[int, ...] = (), checksums: bytes = b"") -> None:
+        self.summed = summed
+        self.checksums = checksums
+
+
+NOTHING_AHEAD = SumsAhead()
 
 EVENT_BYTES = 64
 """Of the IPC handle of a CUDA event."""
@@ -322,14 +336,14 @@ class Posts:
                 upto[route] = min(upto[route], self._whole[post])
         return tuple([unit - seal.first for unit, seal in zip(upto, part.seals, strict=True)])
 
-    def summed(self, part: SendPart) -> tuple[tuple[int, ...], bytes]:
-        """As ``landed``, of those whose posts are over: how many, and their sums, route by route.
+    def sums_ahead(self, part: SendPart) -> SumsAhead:
+        """As ``landed``, of those whose posts are over, what was not said before; it is said now.
 
         Nothing where the decode side does not ask for it before Settled.
         """
         offer = part.offer
         if offer is None or not offer.as_it_comes or len(part.seals) > MAX_ROUTES:
-            return (), b""
+            return NOTHING_AHEAD
         upto = [part.ordered_units.get(at, seal.first) for at, seal in enumerate(part.seals)]
         # Of each route the posts go on where the one before ends, and their numbers grow.
         open_posts: dict[int, int] = {}
@@ -337,18 +351,23 @@ class Posts:
             route = self._routes[post]
             if post < open_posts.get(route, post + 1):
                 open_posts[route], upto[route] = post, self._first[post]
+        sums, said = part.sums.by_post, part.sums.said_posts
         over = [
-            sums
-            for (route, post), sums in sorted(part.sums.items())
-            if post < open_posts.get(route, post + 1)
+            (route, post)
+            for route, post in sorted(sums)
+            if said.get(route, 0) < post < open_posts.get(route, post + 1)
         ]
-        checksums = b"".join(over)
-        if len(checksums) > MAX_AHEAD_BYTES:
-            return (), b""
-        return (
-            tuple([unit - seal.first for unit, seal in zip(upto, part.seals, strict=True)]),
-            checksums,
-        )
+        checksums = b"".join([sums[one] for one in over])
+        if not checksums or len(checksums) > MAX_AHEAD_BYTES:
+            return NOTHING_AHEAD
+        summed: list[int] = []
+        for route, seal in enumerate(part.seals):
+            units = upto[route] - seal.first
+            summed += [part.sums.said_units.get(route, 0), units]
+            part.sums.said_units[route] = units
+        for route, post in over:
+            said[route] = post
+        return SumsAhead(summed=tuple(summed), checksums=checksums)
 
     def live_bytes(self, part: SendPart) -> int:
         """What has left for the part, of posts that are under way too."""
@@ -373,7 +392,7 @@ class Posts:
         part.moved_bytes += moved_bytes
         # A post that failed or was cut has none; its part is given up and asks for no sums.
         if sums:
-            part.sums[index, post] = sums
+            part.sums.by_post[index, post] = sums
         self.sent_bytes += moved_bytes
         if part.engine is not None:
             # With the last reader go the pages that a commit has replaced meanwhile.

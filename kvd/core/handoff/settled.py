@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from mypy_extensions import mypyc_attr
 
 from kvd.core.handoff.message_sizes import page_bytes
+from kvd.core.handoff.parts import PostSums
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger
 from kvd.core.handoff.refusals import never_delivered
 from kvd.core.handoff.sources import span_of
@@ -416,7 +417,7 @@ class SettledSends:
             part.offer = None
         part.ended = refusal
         part.aux = b""
-        part.sums = {}
+        part.sums = PostSums()
 
     def _saved_bytes(self, part: SendPart) -> int:
         """What was not sent because it was cached over there: this source's share of it."""

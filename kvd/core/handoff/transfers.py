@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
+from kvd.core.handoff.posts import NOTHING_AHEAD
 from kvd.core.handoff.send import WRITING
 from kvd.core.peers.peer import Agent
 from kvd.errors import Code, Refusal
@@ -178,7 +179,7 @@ class Transfers:
         peer = self._peers.by_incarnation.get(part.incarnation)
         if peer is not None:
             landed = self._posts.landed(part)
-            summed, checksums = self._posts.summed(part) if landed else ((), b"")
+            ahead = self._posts.sums_ahead(part) if landed else NOTHING_AHEAD
             self._out.send(
                 peer.link,
                 Progress(
@@ -187,8 +188,8 @@ class Transfers:
                     handoff=part.handoff,
                     moved_bytes=moved_bytes,
                     landed=landed,
-                    summed=summed,
-                    checksums=checksums,
+                    summed=ahead.summed,
+                    checksums=ahead.checksums,
                 ),
             )
 

@@ -83,12 +83,10 @@ class Verifying:
         # that they were granted through is gone, the part is as good as over.
         if len(landed) != len(part.seals) or not self._peers.generation:
             return
-        said = _said_ahead(part, message)
+        _hear_sums(part, message)
         for index, (seal, told) in enumerate(zip(part.seals, landed, strict=True)):
             n_pages = min(told, seal.end - seal.first)
-            n_summed, sums = said[index] if said else (0, b"")
-            if n_summed > n_pages:
-                n_summed, sums = 0, b""
+            n_summed = part.heard.get(index, 0)
             known, summed = part.landed.get(index, 0), part.summed.get(index, 0)
             more = chosen(seal, seal.first + known, seal.first + n_pages).size
             is_more = self._is_worth(part, index, more, self._settings.sum_ahead_bytes)
@@ -97,8 +95,9 @@ class Verifying:
                 continue
             # Never less than was told before.
             part.landed[index] = n_pages = max(n_pages, known)
-            ticket = self._ticket(part, index)
+            ticket, sums = self._ticket(part, index), b""
             if is_said:
+                sums = part.unsaid.pop(index)
                 part.summed[index] = n_summed
                 self.ahead[ticket] = part, index
             grant, shard_route = _grant(part, index), part.routes[index].shard_route
@@ -112,7 +111,7 @@ class Verifying:
                     shard=shard_route.peer_shard,
                     window=shard_route.window,
                     summed=n_summed if is_said else 0,
-                    sums=sums if is_said else b"",
+                    sums=sums,
                 )
             )
 
@@ -284,21 +283,29 @@ def _grant(part: ReceivePart, index: int) -> Grant:
     return offer.grants[part.routes[index].grant]
 
 
-def _said_ahead(part: ReceivePart, message: Progress) -> list[tuple[int, bytes]]:
-    """By route, of how many pages the writer has said the sums, and these; empty: of none.
+def _hear_sums(part: ReceivePart, message: Progress) -> None:
+    """What the writer says ahead of the pages of each route, behind what it has said before.
 
-    Less is said than could be where it does not fit; a writer may say any number.
+    A writer may say any number: what does not fit, or leaves some out, is not read.
     """
-    if not part.attempt.as_it_comes or len(message.summed) != len(part.seals):
-        return []
-    said: list[tuple[int, bytes]] = []
+    if not part.attempt.as_it_comes or len(message.summed) != 2 * len(part.seals):
+        return
+    heard: list[tuple[int, int, bytes]] = []
     at = 0
-    for seal, told in zip(part.seals, message.summed, strict=True):
-        n_pages = min(told, seal.end - seal.first)
-        size = SUM_BYTES * chosen(seal, seal.first, seal.first + n_pages).size
-        said.append((n_pages, message.checksums[at : at + size]))
+    for index, seal in enumerate(part.seals):
+        since, told = message.summed[2 * index : 2 * index + 2]
+        known = part.heard.get(index, 0)
+        if since > told or told > min(message.landed[index], seal.end - seal.first):
+            return
+        size = SUM_BYTES * chosen(seal, seal.first + since, seal.first + told).size
+        if since == known < told:
+            heard.append((index, told, message.checksums[at : at + size]))
         at += size
-    return said if at == len(message.checksums) else []
+    if at != len(message.checksums):
+        return
+    for index, told, sums in heard:
+        part.heard[index] = told
+        part.unsaid[index] = part.unsaid.get(index, b"") + sums
 
 
 def _sent_pages(part: ReceivePart) -> int:
