@@ -95,12 +95,12 @@ class NodeParts:
         )
         self.drainer: Drainer = Drainer(
             settings,
-            leases,
             self.admission,
             self.sessions,
             self.peers,
             self.decoder,
             self.prefiller,
+            self.tiers,
             out,
         )
         self.epoch_answers = EpochAnswers(self.epochs, out)
