@@ -118,7 +118,16 @@ class NodeParts:
         self.receives = ReceiveRequests(
             settings, leases, admission, self.tiers.promotions, peers, self.decoder, out
         )
-        self.pulls = Pulls(settings, leases, admission, peers, self.decoder, self.receives, out)
+        self.pulls = Pulls(
+            settings,
+            leases,
+            admission,
+            self.tiers.promotions,
+            peers,
+            self.decoder,
+            self.receives,
+            out,
+        )
         self.prefiller = Prefiller(settings, payload, leases, peers, out)
         self.kept_rooms = KeptRooms(settings, payload, leases, self.prefiller, out)
         self.sends = SendRequests(
