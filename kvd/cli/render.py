@@ -212,6 +212,8 @@ def _drain(drain: shown.DrainState) -> str:
     left = f"{drain.receives} receives, {drain.sends} sends and {drain.waiting} requests under way"
     until = "" if drain.deadline_in_s is None else f", given up in {duration(drain.deadline_in_s)}"
     if drain.is_stop:
+        if drain.unwritten:
+            left, until = f"{drain.unwritten} cached pages to be written to tiers", ""
         return f"it stops, asked {duration(drain.since_s)} ago{why}: {left}{until}"
     now = "nothing is under way any more" if drain.is_drained else f"{left}{until}"
     return f"drained for {duration(drain.since_s)}{by}{why}: {now}; kvd undrain serves again"

@@ -132,6 +132,9 @@ class DiskTierSection(msgspec.Struct, frozen=True):
     deadline_s: Annotated[float, Meta(ge=1, le=3600)] = 10.0
     """An order to the storage process that takes longer ends that process, and the next one begins.
     """
+    stop_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
+    """At a stop, so long at most is written what is cached and not there yet, what would be evicted
+    last first. 0: not. A pool that outlives the daemon needs none of it."""
     max_moving: Annotated[str, rule(SIZE_RULE)] = "256MiB"
     """Bytes under way to there at a time, and as many from there: their pages are locked."""
 
@@ -187,6 +190,8 @@ class StoreTierSection(msgspec.Struct, frozen=True):
     """When the store has been silent for so long, what was asked of it is given up."""
     deadline_s: Annotated[float, Meta(ge=5, le=3600)] = 60.0
     """As tiers.disk.deadline_s."""
+    stop_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
+    """As tiers.disk.stop_s; both at once."""
     max_moving: Annotated[str, rule(SIZE_RULE)] = "64MiB"
     """As tiers.disk.max_moving; the storage process has as much memory of its own, twice."""
 
@@ -258,7 +263,8 @@ class AdmissionSection(msgspec.Struct, frozen=True):
     blocks them; 0 is strictly first come first served."""
     drain_s: Annotated[float, Meta(ge=0, le=3600)] = 20.0
     """Longest time that a stop waits for the handoffs under way; what is left then is given up.
-    Keep it 10 s below TimeoutStopSec of the unit."""
+    With tiers.disk.stop_s or tiers.store.stop_s, which come after it, keep it 10 s below
+    TimeoutStopSec of the unit."""
 
 
 class PullSection(msgspec.Struct, frozen=True):

@@ -346,6 +346,10 @@ class NodeState(NodeParts):
     # ---- time --------------------------------------------------------------------------------
 
     def _tick(self, _: i.Tick) -> None:
+        # After the goodbye nobody hears a heartbeat, and nothing ends but what tiers still move.
+        if self.drainer.has_left:
+            self.tiers.tick()
+            return
         lost = self.peers.age_peers()
         for peer in lost:
             self.decoder.peer_lost(peer)

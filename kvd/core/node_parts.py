@@ -99,12 +99,12 @@ class NodeParts:
         )
         self.drainer: Drainer = Drainer(
             settings,
-            leases,
             self.admission,
             self.sessions,
             self.peers,
             self.decoder,
             self.prefiller,
+            self.tiers,
             out,
         )
         self.epoch_answers = EpochAnswers(self.epochs, out)
@@ -122,7 +122,16 @@ class NodeParts:
         self.receives = ReceiveRequests(
             settings, leases, admission, self.tiers.promotions, peers, self.decoder, out
         )
-        self.pulls = Pulls(settings, leases, admission, peers, self.decoder, self.receives, out)
+        self.pulls = Pulls(
+            settings,
+            leases,
+            admission,
+            self.tiers.promotions,
+            peers,
+            self.decoder,
+            self.receives,
+            out,
+        )
         self.prefiller = Prefiller(settings, payload, leases, peers, out)
         self.kept_rooms = KeptRooms(settings, payload, leases, self.prefiller, out)
         self.sends = SendRequests(

@@ -69,6 +69,8 @@ class TierSettings(msgspec.Struct, frozen=True):
     """How long an object lies there from its writing on; 0: until it is removed."""
     probe_s: float = 0.25
     """How long a request waits to hear what is there; of one that is shared, as the next."""
+    stop_s: float = 0.0
+    """At a stop of a node whose pool ends with it: how long what is cached is written; 0: not."""
     least_bytes: int = 0
     """Of token ids: what of a prompt is shorter is not asked for."""
     quotas: tuple[Quota, ...] = ()

@@ -326,7 +326,8 @@ class Daemon:
             self.stopped.set()
             return
         # Whatever becomes of the core, the process ends.
-        self._loop.call_later(drain_s + SETTLE_S + LATE_S, self.stopped.set)
+        most_s = drain_s + SETTLE_S + self.node.tiers.stop_s + LATE_S
+        self._loop.call_later(most_s, self.stopped.set)
         self.reactor.feed(StopAsked(self._clock(), why, drain_s))
 
     def _pool_lost(self, why: str) -> None:

@@ -114,6 +114,7 @@ def _tiers(config: Config, spec: PoolSpec) -> tuple[TierSettings, ...]:
                 demotion=Demotion(disk.demote),
                 wait_s=disk.wait_s,
                 deadline_s=disk.deadline_s,
+                stop_s=disk.stop_s,
                 max_moving_bytes=min(size_bytes(disk.max_moving) or 0, most_moving),
                 quotas=disk_quotas(config, spec),
             )
@@ -127,6 +128,7 @@ def _tiers(config: Config, spec: PoolSpec) -> tuple[TierSettings, ...]:
                 demotion=Demotion(store.demote),
                 wait_s=store.wait_s,
                 deadline_s=store.deadline_s,
+                stop_s=store.stop_s,
                 max_moving_bytes=min(size_bytes(store.max_moving) or 0, most_moving),
                 is_shared=True,
                 absent_s=store.absent_s,

@@ -37,6 +37,7 @@ class Faults:
             "agent": self._agent,
             "worker": self._worker,
             "deaf": self._deaf,
+            "stop": self._stop,
             "storage": lambda host: host.restart_storage("it crashed"),
             "damage": lambda host: host.disk.damage(self._rng.randrange(1000)),
         }
@@ -78,6 +79,10 @@ class Faults:
     def _daemon(self, host: SimHost) -> None:
         host.crash()
         self._world.agenda.after(self._a_while_s(), self._world.start, host)
+
+    def _stop(self, host: SimHost) -> None:
+        if self._is_awake(host):
+            host.ask_to_stop()
 
     def _suspend(self, host: SimHost) -> None:
         host.asleep_until_s = max(host.asleep_until_s, self._world.agenda.now_s + self._a_while_s())

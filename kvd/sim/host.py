@@ -16,6 +16,7 @@ from typing_extensions import override
 from kvd.core import effects, inputs
 from kvd.core.audit.invariants import violations
 from kvd.core.audit.rules import is_uncounted
+from kvd.core.handoff.drain import SETTLE_S
 from kvd.core.inspect.page_states import pools_of
 from kvd.core.peers.peer import Agent
 from kvd.errors import Code, Refusal
@@ -32,10 +33,13 @@ from kvd.wire.peer import Offer
 if TYPE_CHECKING:
     from kvd.core.inputs import Input
     from kvd.core.node import NodeState
-    from kvd.core.settings import Settings
+    from kvd.core.settings import Settings, TierSettings
     from kvd.sim.world import World
     from kvd.wire.admin import AdminRequest
     from kvd.wire.peer import Message
+
+STOP_S = 0.5
+"""So long a daemon that is asked to end drains at most, and is down then."""
 
 TICK_S = 0.05
 """As often as the daemon ticks."""
@@ -77,10 +81,17 @@ class SimHost(NodeShell):
         self.storage: SimStorageProcess | None = None
         """None where there is no tier."""
         if settings.tiers:
-            self.disk: SimDisk[int] = SimDisk(settings.tiers[0])
+            self.disk: SimDisk[int] = self._disk_of(settings.tiers[0])
         self._n_sessions = self._n_workers = 0
         self._seq = 0
         self._balance = (-1, -1)
+
+    def _disk_of(self, tier: TierSettings) -> SimDisk[int]:
+        if not tier.is_shared:
+            return SimDisk(tier)
+        world = self.world
+        world.store = world.store or SimDisk(tier)
+        return world.store
 
     # ---- lives -------------------------------------------------------------------------------
 
@@ -135,6 +146,20 @@ class SimHost(NodeShell):
             worker.die()
         self.workers.clear()
         self.deaf.clear()
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM: it drains, writes what its tiers have not, and ends; in any case soon."""
+        world, node = self.world, self.node
+        # Its engine went first: here nobody takes a lease that is given back for it.
+        self.hang_up()
+        self.attach()
+        world.agenda.after(STOP_S + SETTLE_S + node.tiers.stop_s, self._stopped, self.life)
+        self.feed(inputs.StopAsked(world.agenda.now_s, "simulated", STOP_S))
+
+    def _stopped(self, life: int) -> None:
+        if self.is_up and self.life == life:
+            self.crash()
+            self.world.agenda.after(STOP_S, self.world.start, self)
 
     def attach(self) -> None:
         """An engine opens a session."""
@@ -346,6 +371,10 @@ class SimHost(NodeShell):
 
     @override
     def perform_other(self, effect: effects.Effect) -> None:
+        if isinstance(effect, effects.ReadyToStop):
+            # When this step is over: the process ends with all that it was told to do done.
+            self.world.agenda.after(0.0, self._stopped, self.life)
+            return
         if not isinstance(effect, effects.AnswerWorker):
             super().perform_other(effect)
             return

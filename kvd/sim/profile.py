@@ -1,6 +1,6 @@
 """How bad a simulated world is: rates of everything that goes wrong, by name.
 
-A seed of ``mixed`` draws one of the others. Shares are of all messages, posts or requests.
+A seed of ``mixed`` draws one of those in ``DRAWN``. Shares are of all messages, posts or requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ FAULTS = (
     "agent",
 )
 """What ``faults`` can do to a node; beside these, ``worker`` and ``deaf`` to engines that copy,
-``storage`` and ``damage`` to a tier below the pool, ``pin`` and ``unpin`` to what is cached."""
+``storage`` and ``damage`` to a tier below the pool, ``pin`` and ``unpin`` to what is cached, and
+``stop`` asks a daemon to end."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +73,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """What a tier below the pool holds; none: there is no tier."""
     has_quotas: bool = False
     """Whether namespaces have quotas of the pool and of the tier."""
+    shares_tier: bool = False
+    """Whether it is one store of all nodes, which may lie and lose."""
 
 
 _OTHER_FAMILY = Profile(
@@ -236,6 +239,25 @@ PROFILES = {
         tier_objects=(4, 8, 20),
         has_quotas=True,
     ),
+    "store": Profile(
+        loss=0.02,
+        delays=0.05,
+        faults_per_s=1.5,
+        faults=(
+            *("storage", "damage", "damage", "flush", "engine", "daemon", "transfer"),
+            *("evict", "evict", "evict", "stop", "stop", "stop", "suspend", "abort"),
+        ),
+        longest_trouble_s=1.5,
+        slow_posts=0.1,
+        failing_posts=0.02,
+        doubts=0.3,
+        pool_pages=(24, 40, 64),
+        requests_per_s=10.0,
+        fickle=0.1,
+        pulls=0.3,
+        tier_objects=(30, 300),
+        shares_tier=True,
+    ),
     "swa": replace(_OTHER_FAMILY, family="swa", beside_pages=(30, 60)),
     "swa-tiny": replace(_TINY_FAMILY, family="swa", beside_pages=(9, 12, 24)),
     "recurrent": replace(_OTHER_FAMILY, family="recurrent", beside_pages=(6, 16)),
@@ -245,3 +267,5 @@ PROFILES = {
     ),
 }
 MIXED = "mixed"
+DRAWN = sorted(PROFILES.keys() - {"store"})
+"""By ``mixed``. A profile that came later is not among them: each seed stays what it was."""

@@ -9,7 +9,7 @@ import msgspec
 
 from kvd.core.node import NodeState
 from kvd.sim.agenda import START_S
-from kvd.sim.profile import MIXED, PROFILES
+from kvd.sim.profile import DRAWN, MIXED, PROFILES
 from kvd.sim.violation import Violated
 from kvd.sim.world import World
 
@@ -60,7 +60,7 @@ class Ending(msgspec.Struct, frozen=True):
 def run_seed(seed: int, plan: SimPlan, make_node: MakeNode = NodeState) -> Ending:
     """One seed from its storm to its verdict; never raises for what the nodes do."""
     draw = random.Random(-1 - seed)
-    profile = draw.choice(sorted(PROFILES)) if plan.profile == MIXED else plan.profile
+    profile = draw.choice(DRAWN) if plan.profile == MIXED else plan.profile
     nodes = plan.nodes or draw.randint(FEWEST_NODES, MOST_NODES)
     world = World(seed, PROFILES[profile], nodes, make_node)
     violation = ""

@@ -4,16 +4,20 @@ An object is what was written under its key, until a fault makes it short, anoth
 The disk is bounded, and whoever writes beyond the bound is found out. The process obeys in order,
 each order in its time: some are slow, some are never done, some fail. When it is killed what it
 was reading into is torn, and what it was writing is there or not.
+
+A store that nodes share has no bound, and is worse: what it says it has written it may have lost,
+what it says it has may not be there, and an object of a process that was killed may be half there.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvd.core import effects, inputs
 from kvd.core.tiers.keys import each_key
 from kvd.sim.contents import TORN
-from kvd.sim.violation import Violated, require
+from kvd.sim.violation import require
 from kvd.types import page_ids
 
 if TYPE_CHECKING:
@@ -32,6 +36,8 @@ class SimDisk(Generic[C]):
     def __init__(self, settings: TierSettings) -> None:
         self.name = settings.name
         self.most = settings.capacity_bytes // settings.object_bytes
+        if settings.is_shared:
+            self.most = sys.maxsize
         self.objects: dict[tuple[str, bytes], C] = {}
         self.damaged: set[tuple[str, bytes]] = set()
         """Those that will not verify."""
@@ -90,6 +96,8 @@ START_S = 0.2
 ORDER_S, SLOW_S = 0.05, 1.5
 SLOW, NEVER, FAILS = 0.1, 0.01, 0.03
 """Shares of orders in a storm."""
+LOST, LIES = 0.05, 0.1
+"""Of a store that is shared: objects that were said to be written, and answers what is there."""
 
 
 class SimStorageProcess:
@@ -107,6 +115,10 @@ class SimStorageProcess:
         self._is_busy = False
         self._agenda.after(START_S * self._random(), self._told, self._ready)
 
+    @property
+    def _is_shared(self) -> bool:
+        return self.host.settings.tiers[0].is_shared
+
     def die(self) -> None:
         """Killed, in the middle of its first order."""
         self.is_alive = False
@@ -116,7 +128,10 @@ class SimStorageProcess:
                 pages = page_ids(order.pages)
                 self.host.memory.first[pages[int(len(pages) * self._random())]] = TORN
             elif isinstance(order, effects.Demote) and self._is_busy:
-                self._write(order, int(len(each_key(order.keys)) * self._random()))
+                n_whole = int(len(each_key(order.keys)) * self._random())
+                self._write(order, n_whole)
+                if self._is_shared:
+                    self.disk.damaged.add((order.namespace, each_key(order.keys)[n_whole]))
         self.orders.clear()
 
     def order(self, order: effects.StorageOrder) -> None:
@@ -151,7 +166,8 @@ class SimStorageProcess:
 
     def _ready(self) -> None:
         now_s, name = self._agenda.now_s, self.disk.name
-        for namespace, keys in self.disk.found().items():
+        found = {} if self._is_shared else self.disk.found()
+        for namespace, keys in found.items():
             self.host.feed(inputs.TierFound(at_s=now_s, tier=name, namespace=namespace, keys=keys))
         self.host.feed(inputs.TierReady(now_s, name, self.generation))
 
@@ -167,13 +183,30 @@ class SimStorageProcess:
             case effects.DropObjects():
                 self.disk.drop(order)
             case effects.DropNamespace():
-                self.disk.drop_namespace(order.namespace)
+                if not self._is_shared:
+                    self.disk.drop_namespace(order.namespace)
             case effects.ProbeTier():
-                raise Violated(f"{self.host.name}: no tier here is shared: {order}")
+                report = self._probe(order)
         if report is not None:
             self.host.feed(report)
         if self.is_alive:
             self._begin()
+
+    def _probe(self, order: effects.ProbeTier) -> inputs.TierProbed:
+        require(self._is_shared, f"{self.host.name}: no tier here is shared: {order}")
+        keys = each_key(order.keys)
+        there = [(order.namespace, key) in self.disk.objects for key in keys]
+        n_there, why = [*there, False].index(False), ""
+        if self.host.world.is_stormy and self._random() < LIES:
+            n_there, why = self._lie(len(keys))
+        now_s = self._agenda.now_s
+        return inputs.TierProbed(at_s=now_s, ticket=order.ticket, n_there=n_there, why=why)
+
+    def _lie(self, n_keys: int) -> tuple[int, str]:
+        """What it says instead: some number of them, or nothing and why."""
+        if self._random() < FAILS:
+            return 0, "the store is silent"
+        return int((n_keys + 1) * self._random()), ""
 
     def _demote(self, order: effects.Demote, held: list[int]) -> inputs.Demoted:
         self._check_owner(order)
@@ -200,8 +233,10 @@ class SimStorageProcess:
     def _write(self, order: effects.Demote, n_objects: int) -> None:
         memory = self.host.memory.first
         pairs = zip(each_key(order.keys), page_ids(order.pages), strict=True)
+        may_lose = self._is_shared and self.host.world.is_stormy
         for key, page in list(pairs)[:n_objects]:
-            self.disk.write(order.namespace, key, memory[page])
+            if not (may_lose and self._random() < LOST):
+                self.disk.write(order.namespace, key, memory[page])
 
     def _promote(self, order: effects.Promote) -> inputs.Promoted:
         self._check_owner(order)
@@ -209,6 +244,9 @@ class SimStorageProcess:
         pairs = zip(each_key(order.keys), page_ids(order.pages), strict=True)
         for at, (key, page) in enumerate(pairs):
             content = self.disk.read(order.namespace, key)
+            if content is None and self._is_shared:
+                # It is written over: nobody reads it again.
+                self.disk.objects.pop((order.namespace, key), None)
             self.host.memory.first[page] = TORN if content is None else content
             bad += [at] if content is None else []
         n_bytes = len(page_ids(order.pages)) - len(bad)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvd.core.inputs import Input
     from kvd.sim.engine import EngineJob
     from kvd.sim.profile import Profile
+    from kvd.sim.storage import SimDisk
 
     MakeNode = Callable[[Settings, float], NodeState]
 
@@ -101,6 +102,8 @@ class World:
         self._encode = msgspec.msgpack.Encoder().encode
         self._asked: list[WrittenPrompt] = []
         self._rooms = 0
+        self.store: SimDisk[int] | None = None
+        """Of all hosts, where they share one."""
         self.hosts = [self._host(k, n_nodes) for k in range(n_nodes)]
         for k, host in enumerate(self.hosts):
             host.dials = [other for other in self.hosts[:k] if self._has_link(host, other)]
@@ -154,6 +157,21 @@ class World:
     def _tier(self) -> TierSettings:
         """Objects of one byte each, and few of them under way at a time."""
         rng = self.rng
+        if self.profile.shares_tier:
+            return TierSettings(
+                name="store",
+                capacity_bytes=rng.choice(self.profile.tier_objects),
+                object_bytes=1,
+                demotion=rng.choice((Demotion.ALWAYS, Demotion.SECOND_USE)),
+                wait_s=rng.choice((0.1, 1.0)),
+                deadline_s=2.0,
+                max_moving_bytes=rng.choice((1, 4, 32)),
+                is_shared=True,
+                absent_s=rng.choice((0.0, 2.0)),
+                lifetime_s=rng.choice((1.0, 20.0)),
+                probe_s=rng.choice((0.0, 0.2)),
+                stop_s=rng.choice((0.0, 1.0)),
+            )
         return TierSettings(
             name="disk",
             capacity_bytes=rng.choice(self.profile.tier_objects),
@@ -440,6 +458,7 @@ def _unfinished(host: SimHost) -> list[str]:
         "engines that die": host.deaf,
         "fetches": node.fetcher.turns,
         "orders of storage": node.tiers.moves.under_way,
+        "questions to a store": node.tiers.promotions.probes.under_way,
     }
     left = [f"{host.name}: {len(place)} {name}" for name, place in places.items() if place]
     quieting = host.transfer.inbound.asked + len(host.transfer.inbound.questions)

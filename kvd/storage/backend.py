@@ -39,12 +39,10 @@ class StorageLost(Exception):
 class Capabilities(msgspec.Struct, frozen=True):
     """What a backend can do, and what suits it.
 
-    ``can_search``: it can say which objects it has; otherwise a tier begins empty.
     ``batch_bytes``, ``batch_objects``: what it should be given at a time.
     """
 
     transport: str
-    can_search: bool
     batch_bytes: int
     batch_objects: int
 
@@ -102,7 +100,7 @@ class Backend(Protocol):
     capabilities: Capabilities
 
     def search(self) -> SearchOutcome:
-        """What lies there; what cannot be an object of this layout is removed."""
+        """What lies there, as far as it can say; what is no object of this layout is removed."""
 
     def put(self, objects: Sequence[ObjectWrite]) -> list[str]:
         """Make them; of each why it was not made, empty if it was."""

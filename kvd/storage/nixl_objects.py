@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from kvd.storage.sizes import HEAD_BYTES
 from kvd.transfer.metadata import MemoryKind
 from kvd.transfer.nixl import MemorySpan
 
@@ -125,11 +126,6 @@ class ObjectQueue:
             span = MemorySpan(self._memory.ctypes.data, self._memory.nbytes)
             binding.register(self._agent, [span])
 
-    @property
-    def slots(self) -> int:
-        """How many objects move at a time."""
-        return len(self._memory)
-
     def write(self, moves: Sequence[ObjectMove], silent_s: float, whole_s: float) -> list[str]:
         """Write these; of each why it is not there, empty if it is.
 
@@ -181,8 +177,8 @@ class ObjectQueue:
         if move.fill is not None:
             move.fill(memory[: move.n_bytes])
         else:
-            # An object that is shorter leaves what is here: nothing that anybody would believe.
-            memory[: min(move.n_bytes, 4096)] = 0
+            # An object that is shorter leaves what is here: no head that anybody would believe.
+            memory[: min(move.n_bytes, HEAD_BYTES)] = 0
         self._devices += 1
         registered = api.nixlRegDList(api.OBJ_SEG, [(0, move.n_bytes, self._devices, move.name)])
         self._agent.registerMem(registered)

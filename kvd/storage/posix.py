@@ -81,7 +81,6 @@ class DirectoryTier(Backend):
         """
         self.capabilities = Capabilities(
             transport="nixl POSIX (libaio)",
-            can_search=True,
             batch_bytes=16 * 2**20,
             batch_objects=64,
         )

@@ -59,7 +59,6 @@ class StoreTier(Backend):
         """``begin`` makes it ready; until something moves nobody is asked."""
         self.capabilities = Capabilities(
             transport=f"nixl OBJ {plan.endpoint}",
-            can_search=False,
             batch_bytes=BATCH * pages.page_bytes,
             batch_objects=BATCH,
         )

@@ -485,6 +485,27 @@ class PagesDemoted(NumberedEvent, frozen=True, kw_only=True, tag="demoted"):
     why: str = ""
 
 
+class StopDemotionBegan(NumberedEvent, frozen=True, kw_only=True, tag="stop-demotion-began"):
+    """The process ends and its pool with it: what a tier has not of ``pages`` is written.
+
+    For ``for_s`` at most.
+    """
+
+    tier: str
+    pages: int
+    for_s: float
+
+
+class StopDemotionEnded(NumberedEvent, frozen=True, kw_only=True, tag="stop-demotion-ended"):
+    """That is over: ``pages`` were written, and ``left`` are not known to be there; ``why`` not."""
+
+    tier: str
+    pages: int
+    left: int
+    took_s: float
+    why: str = ""
+
+
 class PagesPromoted(NumberedEvent, frozen=True, kw_only=True, tag="promoted"):
     """Pages of a tier are in the pool again; ``bad`` more were ordered and are of no use."""
 
@@ -600,6 +621,8 @@ Event = (
     | TierAway
     | TierBack
     | PagesDemoted
+    | StopDemotionBegan
+    | StopDemotionEnded
     | PagesPromoted
     | Violation
     | ViolationHealed

@@ -351,6 +351,8 @@ class DrainState(msgspec.Struct, frozen=True):
     sends: int
     waiting: int
     leases: int
+    unwritten: int = 0
+    """Cached pages that are still to be written to tiers before the process ends."""
 
 
 class TierState(msgspec.Struct, frozen=True):

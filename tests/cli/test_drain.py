@@ -102,3 +102,13 @@ def test_status_says_who_drains_the_node_and_how_to_end_it(run, daemon, snapshot
         "! drained for 3.00s by root (new switch): 2 receives, 1 sends and 0 requests under way; "
         "kvd undrain serves again"
     ) in done.stdout.splitlines()
+
+
+def test_status_says_what_a_stop_still_writes(run, daemon, snapshot):
+    drain = DrainState("", "SIGTERM", 3.0, None, True, True, 0, 0, 0, 0, unwritten=120)
+    daemon.answer = lambda _request: Status(0, msgspec.structs.replace(snapshot, drain=drain))
+
+    done = run("status")
+
+    shown = " ".join(done.stdout.split())
+    assert "it stops, asked 3.00s ago (SIGTERM): 120 cached pages to be written to tiers" in shown

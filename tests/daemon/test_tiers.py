@@ -221,6 +221,19 @@ def test_a_pull_asks_for_nothing_that_lies_in_the_tier(tmp_path):
             assert digest(node, receive.lease.pages) == there
 
 
+def test_a_pull_for_which_nothing_comes_gets_what_lies_in_the_tier(tmp_path):
+    with two_daemons(tmp_path, settings(tmp_path), prefill=SHAPE) as pair:
+        tiered = Tiered(pair.decode, tmp_path)
+        tiered.fill()
+        assert tiered.match(0) == 0
+        with connect(pair.decode.client, name="reader") as node:
+            receive = node.receive(tiered.prompts[0], source="p")
+            receive.done()
+
+            assert receive.prefix_len == receive.lease.kv_len == PROMPT_TOKENS
+            assert digest(node, receive.lease.pages) == tiered.digests[0]
+
+
 def test_a_pull_gets_what_its_source_has_in_its_tier(tmp_path):
     with two_daemons(tmp_path, SHAPE, prefill=settings(tmp_path)) as pair:
         tiered = Tiered(pair.prefill, tmp_path)

@@ -16,7 +16,7 @@ from kvd.parts import CLIENT, EXTRAS
 from tests.packaging.only import run_with
 
 REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)(?:\[([a-z]+)\])?((?:>=[0-9.]+)?)")
-FOR_OURSELVES = {"test", "dev", "docs"}
+FOR_OURSELVES = {"test", "dev", "docs", "stores"}
 ROOT = Path(__file__).resolve().parents[2]
 
 

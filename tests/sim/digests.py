@@ -1,6 +1,7 @@
 """What the simulator and its operators see, as hashes that a rebuild must leave equal.
 
     python -m tests.sim.digests                      every profile, all seeds written down
+    python -m tests.sim.digests --profile store      one of them
     python -m tests.sim.digests --seeds 25           the first 25 of each
     python -m tests.sim.digests --write --seeds 500  write them down anew, and say why they changed
 
@@ -148,19 +149,18 @@ def main() -> int:
         "--seeds", type=_whole_blocks, default=0, help="of each profile; 0: all written down"
     )
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--profile", choices=PROFILE_NAMES, help="that one alone")
     parser.add_argument("--processes", type=int, default=2)
     got = parser.parse_args()
     kept = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
+    names = (got.profile,) if got.profile else PROFILE_NAMES
     n_kept = len(kept["calm"]["steps"]) if kept else 1
     n_blocks = got.seeds // BLOCK or n_kept
     if n_blocks > n_kept and not got.write:
         parser.error(f"of {n_blocks * BLOCK} seeds only {n_kept * BLOCK} are written down")
-    jobs = [(name, block * BLOCK, BLOCK) for name in PROFILE_NAMES for block in range(n_blocks)]
-    jobs += [(name, -1, 0) for name in PROFILES]
-    found = {
-        name: {"steps": [], "few_steps": few_steps_digest(name), "told": {}}
-        for name in PROFILE_NAMES
-    }
+    jobs = [(name, block * BLOCK, BLOCK) for name in names for block in range(n_blocks)]
+    jobs += [(name, -1, 0) for name in names if name in PROFILES]
+    found = {name: {"steps": [], "few_steps": few_steps_digest(name), "told": {}} for name in names}
     with multiprocessing.Pool(got.processes) as pool:
         for (name, first, _), result in zip(jobs, pool.imap(_work, jobs), strict=True):
             if first < 0:
@@ -168,14 +168,14 @@ def main() -> int:
             else:
                 found[name]["steps"].append(result)
     if got.write:
-        FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        FILE.write_text(json.dumps(kept | found, indent=1) + "\n", encoding="utf-8")
         return 0
     wrong = [
         f"{name}: {what}"
-        for name in PROFILE_NAMES
+        for name in names
         for what in (*_other_blocks(kept, found, name), *_other_answers(kept, found, name))
     ]
-    equal = f"equal: {n_blocks * BLOCK} seeds of {len(PROFILE_NAMES)} profiles"
+    equal = f"equal: {n_blocks * BLOCK} seeds of {len(names)} profiles"
     sys.stdout.write("\n".join(wrong or [equal]) + "\n")
     return 1 if wrong else 0
 

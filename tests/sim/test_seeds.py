@@ -20,7 +20,7 @@ from kvd.core.handoff.protocol import DECODE, PREFILL
 from kvd.core.node import NodeState
 from kvd.sim.profile import PROFILES
 from kvd.sim.runner import SimPlan, again, run_seed
-from kvd.wire.events import EngineCopied, SlowPath
+from kvd.wire.events import EngineCopied, PagesPromoted, SlowPath, StopDemotionEnded
 from tests.sim import digests
 
 
@@ -34,7 +34,7 @@ def test_nothing_is_violated_in_any_weather(profile):
         assert ending.steps > plan.steps
 
 
-@pytest.mark.parametrize("profile", ["storm", "copies", "tiers"])
+@pytest.mark.parametrize("profile", ["storm", "copies", "tiers", "store"])
 def test_nothing_is_violated_when_everything_is_checked_after_every_step(profile):
     plan = SimPlan(steps=400, nodes=2, profile=profile, audit_steps=1)
     for seed in range(100, 106):
@@ -86,6 +86,29 @@ def test_engines_copy_and_let_go_in_the_middle_of_it():
         assert copies[way, ""] > 500
         assert copies[way, "injected"] > 20
         assert copies[way, "the process that made it is gone"] > 5
+
+
+def test_a_store_that_lies_is_read_by_many_and_written_at_a_stop():
+    plan = SimPlan(steps=1500, profile="store")
+    seen: Counter[str] = Counter()
+
+    class Counting(NodeState):
+        def step(self, got):
+            step = super().step(got)
+            for event in step.events:
+                if isinstance(event, PagesPromoted):
+                    seen["read"] += event.pages
+                    seen["bad"] += event.bad
+                elif isinstance(event, StopDemotionEnded):
+                    seen["at stop"] += event.pages
+                    seen["stopped"] += 1
+            return step
+
+    endings = [run_seed(seed, plan, Counting) for seed in range(12)]
+
+    assert not [again(ending, plan) for ending in endings if ending.violation]
+    assert min(seen["read"], seen["bad"], seen["at stop"]) > 10, seen
+    assert seen["stopped"] > 2
 
 
 def test_nothing_is_lost_and_everything_is_delivered_when_it_is_calm():

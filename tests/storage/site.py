@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvd.harness.store import SeaweedStore
     from kvd.storage.orders import TierPlan
+    from tests.support.moto import MotoStore
 
 LIMIT_S = 20.0
 PAGES = 33
@@ -190,7 +191,9 @@ class StoreSite(Site):
 
     tier = "store"
 
-    def __init__(self, store: SeaweedStore, *of, answer_s: float = 3.0, **other) -> None:
+    def __init__(
+        self, store: SeaweedStore | MotoStore, *of, answer_s: float = 3.0, **other
+    ) -> None:
         super().__init__(store.directory, *of, **other)
         self.store, self.answer_s = store, answer_s
         self.endpoint, self.credentials_file = store.endpoint, store.credentials_file

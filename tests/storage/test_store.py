@@ -9,29 +9,46 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from kvd.harness.store import ABSENT, SeaweedStore, weed
+from kvd.harness import store as seaweed
+from kvd.harness.store import SeaweedStore, weed
 from kvd.storage.orders import ObjectPart
 from kvd.storage.sizes import HEAD_BYTES
 from tests.storage.site import KIB, LAYER_FIRST, SCALES, StoreSite, key
+from tests.support.moto import ABSENT, MotoStore, moto
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(weed() is None, reason=ABSENT),
-]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+AnyStore = SeaweedStore | MotoStore
 
 KEYS = [key(n) for n in range(6)]
 """Of pages 1 to 6."""
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Iterator[SeaweedStore]:
-    found = SeaweedStore(tmp_path_factory.mktemp("store"), volumes=3, copies=1)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("seaweed", marks=pytest.mark.skipif(weed() is None, reason=seaweed.ABSENT)),
+        pytest.param("moto", marks=pytest.mark.skipif(moto() is None, reason=ABSENT)),
+    ],
+)
+def store(request, tmp_path_factory) -> Iterator[AnyStore]:
+    """Two dialects of S3."""
+    directory = tmp_path_factory.mktemp(request.param)
+    found: AnyStore = MotoStore(directory)
+    if request.param == "seaweed":
+        found = SeaweedStore(directory, volumes=3, copies=1)
     found.start()
     yield found
     found.stop()
+
+
+def needs(store: AnyStore, what: str) -> None:
+    """Leave the test out with a store that lacks it."""
+    if isinstance(store, MotoStore):
+        pytest.skip(store.lacks[what])
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -69,13 +86,13 @@ async def test_what_one_node_wrote_another_finds_as_it_was(make):
 # ---- what lies -----------------------------------------------------------------------------------
 
 
-def _flipped(store: SeaweedStore, name: str, at: int) -> None:
+def _flipped(store: AnyStore, name: str, at: int) -> None:
     data = bytearray(store.get(name))
     data[at] ^= 1
     store.put(name, bytes(data))
 
 
-def _swapped(store: SeaweedStore, name: str, other: str) -> None:
+def _swapped(store: AnyStore, name: str, other: str) -> None:
     one, two = store.get(name), store.get(other)
     store.put(name, two)
     store.put(other, one)
@@ -232,6 +249,7 @@ async def test_a_silent_store_is_given_up_soon_and_serves_again_when_it_speaks(m
 
 
 async def test_keys_that_the_store_refuses_cost_hits_and_nothing_else(make, store, tmp_path):
+    needs(store, "keys")
     site = await make()
     await site.demote(KEYS, [1, 2, 3, 4, 5, 6], "refused")
     wrong = tmp_path / "wrong"
@@ -249,6 +267,7 @@ async def test_keys_that_the_store_refuses_cost_hits_and_nothing_else(make, stor
 
 
 async def test_a_volume_server_that_is_killed_under_load_costs_nothing_that_has_a_copy(make, store):
+    needs(store, "volumes")
     site = await make(answer_s=10.0)
     keys = [key(5000 + n) for n in range(120)]
     pages = [1 + n % 32 for n in range(120)]

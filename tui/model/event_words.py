@@ -180,6 +180,16 @@ _WORDS: dict[str, tuple[str, ...]] = {
         ", {lost} not written",
         ": {why}",
     ),
+    "stop-demotion-began": (
+        "{pages} cached pages: what tier {tier} has not of them is written",
+        ", for {for_s} at most",
+    ),
+    "stop-demotion-ended": (
+        "{pages} pages written to tier {tier} at the stop",
+        " in {took_s}",
+        ", {left} left",
+        ": {why}",
+    ),
     "promoted": (
         "lease {lease}: {pages} pages read from tier {tier}",
         ", {n_bytes} bytes",

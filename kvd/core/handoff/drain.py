@@ -12,7 +12,8 @@ Two ways to end. An operator drains for maintenance: engines keep their leases f
 like, the deadline is for handoffs alone, and ``undrain`` serves again. A stop is a drain whose end
 is the end of the process: leases do not delay it. They are released (``drained``), unless the pool
 outlives the process: then they stay noted, because their engines may still write there, and the
-next daemon waits for those. The last word to every peer is that this node leaves.
+next daemon waits for those. The last word to every peer is that this node leaves. Where the pool
+ends with the process, what is cached is written to the tiers after it (``tiers.at_stop``).
 
 What only a lost peer could end is not waited for.
 """
@@ -24,7 +25,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core import effects
-from kvd.core.cache.lease import ENGINE
 from kvd.core.handoff.protocol import Prefill
 from kvd.core.handoff.rooms import takers_of
 from kvd.core.handoff.send import WRITING
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     from kvd.core.handoff.send import Prefiller
     from kvd.core.inputs import StopAsked
     from kvd.core.leases.admission import Admission, Waiter
-    from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.sessions import Sessions
     from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
+    from kvd.core.tiers.tiers import Tiers
     from kvd.wire.peer import Ping
 
 FOREVER = float("inf")
@@ -78,28 +78,29 @@ class Drainer:
     def __init__(
         self,
         settings: Settings,
-        leases: LeaseTable,
         admission: Admission,
         sessions: Sessions,
         peers: Peers,
         decoder: Decoder,
         prefiller: Prefiller,
+        tiers: Tiers,
         out: Outbox,
     ) -> None:
         self.drain: Draining | None = None
         self.is_drained = False
         self.has_left = False
         """The process ends: nothing is said to peers any more, and nothing heard."""
+        self._is_ready = False
         self.cut = 0
         """Handoffs given up at the deadline."""
         self._settings = settings
         self._name = settings.name
-        self._leases = leases
         self._admission = admission
         self._sessions = sessions
         self._peers = peers
         self._decoder = decoder
         self._prefiller = prefiller
+        self._tiers = tiers
         self._out = out
 
     # ---- what is asked -----------------------------------------------------------------------
@@ -175,11 +176,14 @@ class Drainer:
             self._drained()
 
     def end_if_over(self) -> None:
-        """After every step: whether it is drained by now."""
+        """After every step: whether it is drained by now, and may stop."""
         if self.drain is not None and not self.is_drained and self._is_over():
             # Even while parts are under way: their pages are in quarantine in a process that ends,
             # and the next daemon's Hello is the proof for the peers.
             self._drained()
+        if self.has_left and not self._is_ready and self._tiers.is_written():
+            self._is_ready = True
+            self._out.effects.append(effects.ReadyToStop())
 
     def _is_over(self) -> bool:
         return not (self._admission.queue or any(self._receives()) or any(self._sends()))
@@ -214,15 +218,15 @@ class Drainer:
     def _leave(self, drain: Draining) -> None:
         # With a journal the pool outlives the process, and engines go on writing their pages.
         if not self._settings.is_journaled:
-            for lease in [
-                lease for lease in self._leases.leases.values() if ENGINE in lease.holders
-            ]:
+            for lease in self._sessions.engine_leases():
                 self._sessions.end_lease(lease, "drained")
         # The goodbye is the last message: whoever hears it gives up on us without waiting for its
         # silence limit. After it nothing may be said, and nothing heard would be answered.
         self._tell_peers(LEAVING, drain.why)
         self.has_left = True
-        self._out.effects.append(effects.ReadyToStop())
+        # Behind it: no peer waits for our disk.
+        if not self._settings.is_journaled:
+            self._tiers.begin_stop()
 
     # ---- what is said ------------------------------------------------------------------------
 
@@ -241,7 +245,9 @@ class Drainer:
             return ""
         for_s = self._out.at_s - drain.since_s
         if drain.is_stop:
-            return f"{self._name} has been stopping for {for_s:.1f} s ({drain.why})"
+            n_pages = self._n_unwritten()
+            writes = f", and writes {n_pages} more pages to its tiers" if n_pages else ""
+            return f"{self._name} has been stopping for {for_s:.1f} s ({drain.why}){writes}"
         by = f" by {drain.who}" if drain.who else ""
         why = f" ({drain.why})" if drain.why else ""
         return f"{self._name} has been drained for {for_s:.1f} s{by}{why}"
@@ -269,7 +275,12 @@ class Drainer:
             sends=len(sends),
             waiting=len(self._admission),
             leases=self._n_engine_leases(),
+            unwritten=self._n_unwritten(),
         )
+
+    def _n_unwritten(self) -> int:
+        """Cached pages that are still to be written before the process ends."""
+        return sum([stop.left_pages for stop in self._tiers.at_stop])
 
     # ---- what is under way -------------------------------------------------------------------
 
@@ -303,7 +314,7 @@ class Drainer:
                 yield part
 
     def _n_engine_leases(self) -> int:
-        return sum(ENGINE in lease.holders for lease in self._leases.leases.values())
+        return len(self._sessions.engine_leases())
 
     # ---- peers -------------------------------------------------------------------------------
 

@@ -10,7 +10,10 @@ what follows is a handoff like any other, of so many tokens::
     a receive of n tokens in that room            AWAIT_OFFER, for this node alone
               -- Offer ---------------------->    ... as in ``protocol``
 
-Where the source has no more than is cached here, no room is named, and the lease is had at once.
+What a tier of this node is known to have is read before the question, so it is neither read over
+there nor sent; not where that takes longer than a request waits for a tier, as measured. Where the
+source has no more than is cached here, no room is named, and the lease is had at once, or when a
+store that both could ask has been asked.
 ``AskPrefix`` is repeated until it is answered; the source answers a repetition with what it said
 before (``PullTickets``). A receive that has to wait for memory here goes on asking, more rarely:
 so its source keeps the room, or says what it has now, and then the receive is made anew. Who has
@@ -34,6 +37,7 @@ from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.cache.namespaces import epoch_in, name_in, quoted
 from kvd.core.handoff.message_sizes import MESSAGE_BYTES
 from kvd.core.leases.admission import Admission, MemoryAsker, Waiter
+from kvd.core.tiers.words import NOW
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Tokens, count
 from kvd.wire import client
@@ -48,9 +52,13 @@ if TYPE_CHECKING:
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
+    from kvd.core.tiers.promotion import Promotions, TierWait
 
 NO_ROOM: Final = 0
 """In a receive: there is none yet. In an answer: nothing is sent."""
+
+PULLER: Final = "pull"
+"""Who holds the lease of what is cached, until it is known what becomes of a pull."""
 
 MOST_ASKS = 1024
 """Of this node at a time; each keeps its prompt."""
@@ -76,7 +84,8 @@ def unfit(leases: LeaseTable, side: str) -> Refusal | None:
 class PullAsk:
     """A receive whose source has not said yet what it has, or that waits for memory since.
 
-    ``attempt`` and ``room``: what its answer was made to, while that waits.
+    ``attempt`` and ``room``: what its answer was made to, while that waits. ``waiter``: it waits
+    for a tier of this node, and nobody was asked yet; ``waited``: so it did.
     """
 
     __slots__ = (
@@ -91,6 +100,8 @@ class PullAsk:
         "session",
         "since_s",
         "tokens",
+        "waited",
+        "waiter",
     )
 
     def __init__(
@@ -115,6 +126,8 @@ class PullAsk:
         self.resend_gap_s = 0.0
         self.attempt: ReceiveAttempt | None = None
         self.room = NO_ROOM
+        self.waiter: Waiter | None = None
+        self.waited: TierWait | None = None
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -235,8 +248,8 @@ class PullAsks:
 
     def give_up(self, ask: PullAsk, why: str) -> None:
         """Nobody waits for its answer any more, and its source may wait for a tier still."""
-        if self._peers.not_ready(ask.peer) is not None:
-            return  # it is asked no more, and answers to nobody
+        if ask.waiter is not None or self._peers.not_ready(ask.peer) is not None:
+            return  # it was not asked, or is asked no more, and answers to nobody
         peer, mine = self._peers.by_name[ask.peer], self._settings.incarnation
         told = Withdrawn(mine, peer.incarnation, room=NO_ROOM, reason=why, ask=ask.id)
         self._out.send(peer.link, told)
@@ -284,7 +297,8 @@ class PullAsks:
     def due(self) -> list[PullAsk]:
         """Those to be asked again."""
         now_s = self._out.at_s
-        return [ask for ask in self.by_id.values() if ask.resend_s <= now_s]
+        asks = self.by_id.values()
+        return [ask for ask in asks if ask.resend_s <= now_s and ask.waiter is None]
 
     def take_of_session(self, session: int, call: int | None = None) -> list[PullAsk]:
         """Those of a session, or of one call of it, taken out."""
@@ -299,6 +313,8 @@ class PullAsks:
 
     def waits_for(self, ask: PullAsk) -> str:
         """In words."""
+        if ask.waiter is not None and (why := ask.waiter.blocked()):
+            return why
         not_ready = self._peers.not_ready(ask.peer)
         return not_ready or f"the word of {ask.peer} on what it has of the prompt"
 
@@ -316,24 +332,42 @@ _UNWANTED: Final = Refusal(Code.CANCELLED, "nobody waits for the answer of that 
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class CachedAsker(MemoryAsker):
-    """A pull for which nothing has to come: it waits for memory, and for nothing else."""
+class PullAsker(MemoryAsker):
+    """A pull that waits for a tier of this node, before its source is asked."""
 
-    __slots__ = ("_call", "_pulls", "_receive", "_session")
+    __slots__ = ("_ask", "_pulls")
 
-    def __init__(self, pulls: Pulls, session: int, call: int, receive: int) -> None:
+    def __init__(self, pulls: Pulls, ask: PullAsk) -> None:
         self._pulls = pulls
-        self._session = session
-        self._call = call
+        self._ask = ask
+
+    def admitted(self, lease: LeaseRecord) -> None:
+        """It waits no more, and what has come is cached."""
+        self._pulls.tier_waited(self._ask, lease)
+
+    def refused(self, refusal: Refusal) -> None:
+        """Its time is over, or this node begins nothing any more."""
+        self._pulls.refuse_unasked(self._ask, refusal)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class CachedAsker(MemoryAsker):
+    """A pull for which nothing has to come: it waits for memory, and for a store that was asked."""
+
+    __slots__ = ("_ask", "_pulls", "_receive")
+
+    def __init__(self, pulls: Pulls, ask: PullAsk, receive: int) -> None:
+        self._pulls = pulls
+        self._ask = ask
         self._receive = receive
 
     def admitted(self, lease: LeaseRecord) -> None:
         """Answer with the lease."""
-        self._pulls.received_cached(self._session, self._call, self._receive, lease)
+        self._pulls.received_cached(self._ask, self._receive, lease)
 
     def refused(self, refusal: Refusal) -> None:
         """Answer with the reason."""
-        self._pulls.pull_refused(self._session, self._call, refusal)
+        self._pulls.end_pull(self._ask, refusal)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -345,6 +379,7 @@ class Pulls:
         settings: Settings,
         leases: LeaseTable,
         admission: Admission,
+        promotions: Promotions,
         peers: Peers,
         receives: Decoder,
         requests: ReceiveRequests,
@@ -354,17 +389,42 @@ class Pulls:
         self._settings = settings
         self._leases = leases
         self._admission = admission
+        self._promotions = promotions
         self._receives = receives
         self._requests = requests
         self._out = out
 
     def pull(self, session: int, message: client.ReceiveRequest, tokens: Tokens) -> Refusal | None:
-        """The engine wants what one peer has cached of a prompt: ask it first."""
+        """The engine wants what one peer has cached of a prompt: look here, and ask it."""
         ask = self.asks.begin(session, message, tokens)
         if isinstance(ask, Refusal):
             return ask
-        self._say_pull(ask)
+        if message.tiers == NOW or not self._wait_for_tier(ask):
+            self._say_pull(ask)
         return None
+
+    def _wait_for_tier(self, ask: PullAsk) -> bool:
+        """Whether it waits for what a tier of this node is known to have."""
+        whole = self._claim(ask, count(ask.tokens))
+        claim = msgspec.structs.replace(whole, holder=PULLER, only_cached=True)
+        ask.waited = self._promotions.wait_in_time(claim, ask.deadline_s)
+        if ask.waited is None:
+            return False
+        ask.waiter = Waiter(claim, ask.deadline_s, PullAsker(self, ask), ask.waited)
+        self._admission.enter(ask.waiter)
+        return True
+
+    def tier_waited(self, ask: PullAsk, lease: LeaseRecord) -> None:
+        """Ask for what is behind that: what has come counts as what is cached here."""
+        ask.waiter = None
+        self._leases.release(lease, PULLER, "pull")
+        self._say_pull(ask)
+
+    def refuse_unasked(self, ask: PullAsk, refusal: Refusal) -> None:
+        """It waits for a tier no more, and nobody was asked."""
+        ask.waiter = None
+        del self.asks.by_id[ask.id]
+        self.end_pull(ask, refusal)
 
     def rename(self, address: str, name: str) -> None:
         """Who was known by an address has said its name: what is asked of it goes to that."""
@@ -389,14 +449,14 @@ class Pulls:
             why = message.refusal
             self.asks.note_epochs(peer, ask, why)
             said = f"{peer.name} sends nothing of the prompt: {why.message}"
-            self._end_pull(ask, Refusal(why.code, said, side=peer.name, numbers=why.numbers))
+            self.end_pull(ask, Refusal(why.code, said, side=peer.name, numbers=why.numbers))
             return
         self.asks.in_one_epoch(peer, ask)
         n_tokens, have_tokens = message.n_tokens, self.asks.have_tokens(ask)
         refusal = self._no_prefix(ask, message)
         if refusal is not None:
             self.asks.withdraw(peer, message.room, refusal.code.value)
-            self._end_pull(ask, refusal)
+            self.end_pull(ask, refusal)
         elif message.room == NO_ROOM or n_tokens <= have_tokens:
             if message.room != NO_ROOM:
                 self.asks.withdraw(peer, message.room, "it has come meanwhile")
@@ -405,7 +465,9 @@ class Pulls:
             rest_s = ask.deadline_s - self._out.at_s
             known = _upto(ask, n_tokens, message.room, rest_s)
             tokens = Tokens(ask.tokens[: n_tokens * ID_BYTES])
-            attempt = self._requests.receive(ask.session, known, tokens, is_pulled=True)
+            attempt = self._requests.receive(
+                ask.session, known, tokens, is_pulled=True, waited=ask.waited
+            )
             if attempt.waiter is not None:
                 self.asks.keep(ask, attempt, message.room)
 
@@ -447,55 +509,68 @@ class Pulls:
         refusal = self.asks.say(ask)
         if refusal is not None:
             del self.asks.by_id[ask.id]
-            self._end_pull(ask, refusal)
+            self.end_pull(ask, refusal)
 
-    def _end_pull(self, ask: PullAsk, refusal: Refusal) -> None:
-        self.pull_refused(ask.session, ask.message.call, refusal)
-
-    def pull_refused(self, session: int, call: int, refusal: Refusal) -> None:
+    def end_pull(self, ask: PullAsk, refusal: Refusal) -> None:
         """Nothing came of a pull, and nothing is held for it."""
-        self._out.answer(session, client.Failed(call, refusal))
+        if ask.waiter is not None:
+            self._admission.withdraw(ask.waiter)
+            ask.waiter = None
+        self._out.answer(ask.session, client.Failed(ask.message.call, refusal))
 
-    def _receive_cached(self, ask: PullAsk, n_tokens: int) -> None:
-        """Nothing has to come: what is cached here is all there is, and the lease has it."""
-        message = _upto(ask, n_tokens, NO_ROOM, ask.deadline_s - self._out.at_s)
-        asker = CachedAsker(self, ask.session, message.call, self._receives.next_number())
-        claim = Claim(
+    def _claim(self, ask: PullAsk, n_tokens: int) -> Claim:
+        """For the first tokens of its prompt, with room for the rest."""
+        message, rest = ask.message, count(ask.tokens) - n_tokens
+        return Claim(
             session=ask.session,
             call=message.call,
             reason=f"pull from {ask.peer}",
             room=NO_ROOM,
             namespace=message.namespace,
             tokens=Tokens(ask.tokens[: n_tokens * ID_BYTES]),
-            reserve_tokens=message.reserve_tokens,
+            reserve_tokens=message.reserve_tokens + rest,
             promise_tokens=message.promise_tokens,
             priority=message.priority,
             cache=message.cache,
         )
-        lease = self._admission.at_once(claim)
+
+    def _receive_cached(self, ask: PullAsk, n_tokens: int) -> None:
+        """Nothing has to come: what is cached here is all there is, and the lease has it.
+
+        Unless a store has more: whoever computed that is not asked for it.
+        """
+        asker = CachedAsker(self, ask, self._receives.next_number())
+        claim, waited = self._claim(ask, n_tokens), None
+        # Once: what it has waited for before it asked is here, or takes longer than that.
+        if ask.message.tiers != NOW and ask.waited is None:
+            whole = self._claim(ask, count(ask.tokens))
+            ask.waited = waited = self._promotions.wait_for(whole, ask.deadline_s)
+            claim = claim if waited is None else whole
+        lease = self._admission.at_once(claim) if waited is None else None
         if isinstance(lease, LeaseRecord):
             asker.admitted(lease)
         else:
-            self._admission.submit(Waiter(claim, ask.deadline_s, asker), lease)
+            self._admission.submit(Waiter(claim, ask.deadline_s, asker, waited), lease)
 
-    def received_cached(self, session: int, call: int, receive: int, lease: LeaseRecord) -> None:
+    def received_cached(self, ask: PullAsk, receive: int, lease: LeaseRecord) -> None:
         """The lease of a pull for which nothing had to come."""
         # Less than when it was asked for, if it had to wait and others needed the room: what is not
         # there any more it must not be said to know.
         n_tokens = lease.prefix_tokens
         lease.tokens = Tokens(lease.tokens[: n_tokens * ID_BYTES])
         self._out.answer(
-            session,
+            ask.session,
             client.Receiving(
-                call=call,
+                call=ask.message.call,
                 receive=receive,
                 prefix_tokens=lease.prefix_tokens,
                 prompt_tokens=n_tokens,
                 promised_tokens=lease.promised_tokens,
+                promoted_tokens=0 if ask.waited is None else ask.waited.told(n_tokens),
             ),
         )
         self._out.answer(
-            session,
+            ask.session,
             client.Received(receive=receive, lease=lease.id, pages=lease.page_table, aux=b""),
         )
 
@@ -503,20 +578,20 @@ class Pulls:
         """Nobody waits for what this call pulls."""
         for ask in self.asks.take_of_session(session, call):
             self.asks.give_up(ask, refusal.code.value)
-            self._end_pull(ask, refusal)
+            self.end_pull(ask, refusal)
 
     def cancel_session(self, session: int, refusal: Refusal) -> int:
         """End all pulls of a session that is over; how many they were."""
         asks = self.asks.take_of_session(session)
         for ask in asks:
             self.asks.give_up(ask, refusal.code.value)
-            self._end_pull(ask, refusal)
+            self.end_pull(ask, refusal)
         return len(asks)
 
     def tick(self) -> None:
         """Deadlines and repetitions."""
         for ask in self.asks.overdue():
-            self._end_pull(ask, self.asks.late(ask))
+            self.end_pull(ask, self.asks.late(ask))
         for ask in self.asks.due():
             self._say_pull(ask)
         self.asks.repeat_queued()

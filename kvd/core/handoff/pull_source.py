@@ -11,7 +11,7 @@ What must not live here: the asking side (``pull``), what a send does (``send``)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
@@ -20,7 +20,7 @@ from kvd.core.cache.namespaces import name_in
 from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine
 from kvd.core.handoff.protocol import Prefill
-from kvd.core.handoff.pull import NO_ROOM, unfit
+from kvd.core.handoff.pull import NO_ROOM, PULLER, unfit
 from kvd.core.handoff.refusals import reader_restarted, reader_silent
 from kvd.core.leases.admission import Admission, MemoryAsker, Waiter
 from kvd.core.peers.peer import Life
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from kvd.core.tiers.promotion import Promotions
 
 P = Prefill
-
-PULLER: Final = "pull"
-"""Who holds the lease of a source until its send does."""
 
 MOST_PROMPTS = 4
 """The open pulls of one peer have no more tokens than so many of the longest prompts."""

@@ -111,8 +111,12 @@ class ReceiveRequests:
         *,
         request: NamedRequest | None = None,
         is_pulled: bool = False,
+        waited: TierWait | None = None,
     ) -> ReceiveAttempt:
-        """The engine wants a prompt's KV from known peers: queue for room."""
+        """The engine wants a prompt's KV from known peers: queue for room.
+
+        ``waited``: of one that is pulled, what it has waited for in a tier before it was asked for.
+        """
         attempt = self._new_attempt(session, message, count(tokens), request)
         attempt.is_pulled, attempt.is_open = is_pulled, message.is_open
         attempt.as_it_comes = message.as_it_comes
@@ -137,14 +141,13 @@ class ReceiveRequests:
         if message.arena:
             claim = self._into_arena(claim, attempt, message)
         # First of all: the Offer says how much is here, and what a tier has is not sent then.
-        waited = None
-        if message.tiers != NOW:
+        if message.tiers != NOW and not is_pulled:
             waited = self._promotions.wait_for(claim, attempt.deadline_s)
         # The common case, without the queue: its sources are ready, and there is room.
-        is_ready = waited is None and not self.offers.awaits(attempt)
+        is_ready = (waited is None or not waited.awaits()) and not self.offers.awaits(attempt)
         lease = self._admission.at_once(claim) if is_ready else None
         if isinstance(lease, LeaseRecord):
-            self.queued_to_offered(attempt, lease, message.call)
+            self.queued_to_offered(attempt, lease, message.call, waited)
             return attempt
         asker = ReceiveAsker(self, attempt, message.call, waited)
         # The waiter is what says that it is queued: set before ``submit``, which may refuse or

@@ -294,6 +294,10 @@ class Sessions:
             or number in retractor.uncopied
         )
 
+    def engine_leases(self) -> list[LeaseRecord]:
+        """Those that an engine has not let go of."""
+        return [lease for lease in self._leases.leases.values() if ENGINE in lease.holders]
+
     def end_lease(self, lease: LeaseRecord, cause: str) -> None:
         """The engine lets go of a lease; a delivered handoff behind it is over too."""
         # Who waits for it is told while there is a lease to be named.

@@ -26,7 +26,7 @@ from kvd.types import ID_BYTES, NO_TOKENS, Pages
 from kvd.wire import events
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.quiet_locks import QuietLocks
@@ -172,6 +172,12 @@ class Demoter:
             demotion is Demotion.SECOND_USE and node.hits >= USED_TWICE
         )
 
+    @property
+    def writes_at_stop(self) -> bool:
+        """Whether what is cached is written when the pool ends."""
+        settings = self.tier.settings
+        return settings.stop_s > 0 and settings.demotion is not Demotion.NEVER
+
     def evicted(self, nodes: Iterable[tuple[RadixNode, bytes, str]]) -> None:
         """These have left the pool, with their keys where these were known: what is lost by it."""
         index, in_tier = self.tier.index, self._leases.evictions.in_tier
@@ -192,16 +198,29 @@ class Demoter:
         if now == self._seen:
             return
         ahead = leases.capacity_pages // AHEAD - leases.pool.free_pages
-        moving = self._moves.n_objects(tier, NodeDemotion)
-        most = min(tier.most_moving, leases.capacity_pages // LOCKED or 1, tier.index.capacity)
-        left = most - moving
+        left = self.room()
         if left <= 0:
             return
         chosen, is_all = self._choose(ahead, left)
         for node, places in chosen:
-            self._begin(node, places)
-        if is_all and not chosen and not moving:
+            # What others are promised must stay evictable.
+            if not leases.promises.n_pages or _unlocked_pages(node) <= leases.headroom_pages:
+                self.begin(node, places)
+        if is_all and not chosen and not self._moves.n_objects(tier, NodeDemotion):
             self._seen = now
+
+    def room(self) -> int:
+        """How many more pages may be under way now."""
+        tier, n_pages = self.tier, self._leases.capacity_pages
+        most = min(tier.most_moving, n_pages // LOCKED or 1, tier.index.capacity)
+        return most - self._moves.n_objects(tier, NodeDemotion)
+
+    def under_way(self) -> Iterator[tuple[int, int]]:
+        """Of each node that is being written its number, and how far."""
+        for move in self._moves.under_way.values():
+            if move.tier is self.tier and isinstance(move, NodeDemotion):
+                assert move.lease.anchor is not None
+                yield move.lease.anchor.id, len(move.keys)
 
     def _choose(self, ahead: int, left: int) -> tuple[list[tuple[RadixNode, list[int]]], bool]:
         """The next victims that lack something, up to ``left`` pages of it, and whether all were.
@@ -226,20 +245,28 @@ class Demoter:
                 continue  # it is being written, or what is before it fills the tier
             if not self._keys.is_known(node):
                 hashed += node.n_pages
-            namespace = node.namespace
-            if self.tier.index.has(namespace, self._keys.end_of(node)):
-                continue
-            places = self._lacking(node, namespace, within, left)
+            places = self.lacking(node, range(min(within, node.n_pages)), left)
             if places:
                 chosen.append((node, places))
                 left -= len(places)
         return chosen, True
 
-    def _lacking(self, node: RadixNode, namespace: str, within: int, most: int) -> list[int]:
-        """The first ``most`` of its first pages ``within`` that the tier has not."""
-        keys, index = self._keys_of(node)[:within], self.tier.index
-        lacking = (place for place, key in enumerate(keys) if not index.has(namespace, key))
+    def lacking(self, node: RadixNode, places: range, most: int) -> list[int]:
+        """The first ``most`` of its pages at ``places`` that the tier has not."""
+        namespace, index = node.namespace, self.tier.index
+        if index.has(namespace, self._keys.end_of(node)):
+            return []
+        keys = self._keys_of(node)
+        lacking = (place for place in places if not index.has(namespace, keys[place]))
         return list(islice(lacking, most))
+
+    def knows_end(self, node: RadixNode) -> bool:
+        """Whether it is known by its key already: that takes some time to make."""
+        return self._keys.is_known(node)
+
+    def touch(self, node: RadixNode) -> None:
+        """What lies in the tier up to its end is used now."""
+        self.tier.index.touch(node.namespace, self._keys.end_of(node))
 
     def _keys_of(self, node: RadixNode) -> list[bytes]:
         number, keys = self._half
@@ -250,18 +277,16 @@ class Demoter:
         self._half = (node.id, keys)
         return keys
 
-    def _begin(self, node: RadixNode, places: list[int]) -> None:
+    def begin(self, node: RadixNode, places: list[int], when: str = "") -> None:
+        """Order these pages of it; ``when``, in words, is behind what their lease is for."""
         leases, tier = self._leases, self.tier
-        # What others are promised must stay evictable.
-        if leases.promises.n_pages and _unlocked_pages(node) > leases.headroom_pages:
-            return
         assert node.parent is not None
         namespace, before = node.namespace, self._keys.end_of(node.parent)
         keys = self._keys_of(node)[: places[-1] + 1]
         claim = Claim(
             session=0,
             call=0,
-            reason=f"demotion to {tier.name}",
+            reason=f"demotion to {tier.name}{when}",
             room=0,
             namespace=namespace,
             # It is no prompt's: it counts as nobody's hit.

@@ -153,7 +153,8 @@ class Promotions:
         self._keys = keys
         self._moves = moves
         self._out = out
-        self.probes = Probes(tiers, leases.page_size * ID_BYTES, moves, out)
+        self._page_bytes = leases.page_size * ID_BYTES
+        self.probes = Probes(tiers, self._page_bytes, moves, out)
         self._coming: dict[bytes, PagePromotion] = {}
         """By key, what is being read."""
         self._hints: dict[int, Claim] = {}
@@ -168,18 +169,33 @@ class Promotions:
 
         ``cached_tokens``: so much of it is known to be in the pool; None: it is probed.
         """
-        serving = [
-            tier for tier in self._tiers if tier.is_serving and tier.index.objects_of(namespace)
-        ]
+        serving = self._serving(namespace)
         if not serving:
             return None
-        page_bytes = self._leases.page_size * ID_BYTES
         # Before any key is worked out: most prompts that go on are here as a whole.
         if cached_tokens is None:
             cached_tokens = self._leases.tree.probe(tokens, namespace)
-        if len(tokens) - cached_tokens * ID_BYTES < page_bytes:
+        if len(tokens) - cached_tokens * ID_BYTES < self._page_bytes:
             return None
         have_tokens, before = self._keys.behind(tokens, namespace)
+        return self._known(serving, tokens, namespace, have_tokens, before)
+
+    def _serving(self, namespace: str) -> list[StorageTier]:
+        """Those that may be known to have some of it."""
+        return [
+            tier for tier in self._tiers if tier.is_serving and tier.index.objects_of(namespace)
+        ]
+
+    def _known(
+        self,
+        serving: list[StorageTier],
+        tokens: Tokens,
+        namespace: str,
+        have_tokens: int,
+        before: bytes,
+    ) -> TierPages | None:
+        """What the first of these that has the next page is known to have behind ``before``."""
+        page_bytes = self._page_bytes
         found: list[bytes] = []
         first, last, key = have_tokens * ID_BYTES, len(tokens) - page_bytes, before
         for tier in serving:
@@ -198,9 +214,24 @@ class Promotions:
         # Pages that an engine names are not looked for, and a lease without a cache shares none.
         if claim.lent is not None or not claim.cache:
             return None
+        found, have_tokens = self._find(claim)
+        if isinstance(found, TierProbe):
+            return self._wait_for_answer(claim, found, have_tokens, deadline_s)
+        return None if found is None else self.wait_on(claim, found, deadline_s)
+
+    def wait_in_time(self, claim: Claim, deadline_s: float) -> TierWait | None:
+        """The same before another node is asked: for what is known, and expected, to be there.
+
+        Not for what takes longer than the wait, as measured: it may come sooner from elsewhere.
+        """
+        if claim.lent is not None or not claim.cache:
+            return None
         found = self.look(claim.tokens, claim.namespace)
         if found is None:
-            return self._ask(claim, deadline_s)
+            return None
+        most_ms = 1000.0 * (self._until_s(found.tier, deadline_s) - self._out.at_s)
+        if found.tier.ms_for(len(found.keys)) > most_ms:
+            return None
         return self.wait_on(claim, found, deadline_s)
 
     def wait_on(self, claim: Claim, found: TierPages, deadline_s: float) -> TierWait | None:
@@ -251,27 +282,34 @@ class Promotions:
         if promotion is not None:
             self._hints[promotion.ticket] = claim
 
-    def _ask(self, claim: Claim, deadline_s: float) -> TierWait | None:
+    def _wait_for_answer(
+        self, claim: Claim, probe: TierProbe, have_tokens: int, deadline_s: float
+    ) -> TierWait | None:
         """Wait for what a tier that is shared says of the claim's prompt; None: go on."""
-        probe, have_tokens = self._probe_of(claim)
-        if probe is None:
-            return None
         now_s, until_s = self._out.at_s, self._until_s(probe.tier, deadline_s)
         wait = TierWait(claim, have_tokens, probe, until_s)
         wait.probed_until_s = min(until_s, now_s + probe.tier.settings.probe_s)
         return wait if wait.probed_until_s > now_s else None
 
-    def _probe_of(self, claim: Claim) -> tuple[TierProbe | None, int]:
-        """The question for the next pages of its prompt, and how many tokens of it are here."""
+    def _find(self, claim: Claim) -> tuple[TierPages | TierProbe | None, int]:
+        """The next pages of its prompt, or the question for them; how many tokens of it are here.
+
+        What is in the pool is looked up once for both.
+        """
         tokens, namespace = claim.tokens, claim.namespace
-        if not self.probes.can_ask(len(tokens)):
+        serving = self._serving(namespace)
+        if not serving and not self.probes.can_ask(len(tokens)):
             return None, 0
-        cached_tokens = self._leases.tree.probe(tokens, namespace)
-        if not self.probes.can_ask(len(tokens) - cached_tokens * ID_BYTES):
+        rest_bytes = len(tokens) - self._leases.tree.probe(tokens, namespace) * ID_BYTES
+        can_ask = self.probes.can_ask(rest_bytes)
+        if rest_bytes < self._page_bytes or not (serving or can_ask):
             return None, 0
         have_tokens, before = self._keys.behind(tokens, namespace)
-        probe = self.probes.want(tokens, namespace, have_tokens * ID_BYTES, before)
-        return probe, have_tokens
+        known = self._known(serving, tokens, namespace, have_tokens, before)
+        if known is not None or not can_ask:
+            return known, have_tokens
+        asked = self.probes.want(tokens, namespace, have_tokens * ID_BYTES, before)
+        return asked, have_tokens
 
     def _promotion_of(self, claim: Claim, found: TierPages) -> PagePromotion | None:
         """The one that reads the next page that is wanted, begun if there is none."""
@@ -424,15 +462,12 @@ class Promotions:
         wait.promotion = None
         if not n_cached or wait.until_s <= self._out.at_s:
             return
-        found = self.look(wait.claim.tokens, wait.claim.namespace)
-        if found is not None:
-            wait.promotion = self._promotion_of(wait.claim, found)
-            wait.tier = found.tier
-            return
-        probe, _ = self._probe_of(wait.claim)
-        if probe is not None:
-            wait.promotion, wait.tier = probe, probe.tier
-            wait.probed_until_s = min(wait.until_s, self._out.at_s + probe.tier.settings.probe_s)
+        found, _ = self._find(wait.claim)
+        if isinstance(found, TierProbe):
+            wait.promotion, wait.tier = found, found.tier
+            wait.probed_until_s = min(wait.until_s, self._out.at_s + found.tier.settings.probe_s)
+        elif found is not None:
+            wait.promotion, wait.tier = self._promotion_of(wait.claim, found), found.tier
 
     def tick(self) -> None:
         """Whoever has waited long enough goes on with what is in the pool."""

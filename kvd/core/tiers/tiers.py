@@ -19,6 +19,7 @@ from kvd.core import effects
 from kvd.core.cache.namespaces import keys_meant
 from kvd.core.cache.quiet_locks import QuietLocks
 from kvd.core.settings import CacheMode
+from kvd.core.tiers.at_stop import StopDemotion, hottest_first
 from kvd.core.tiers.demotion import Demoter, NodeDemotion
 from kvd.core.tiers.keys import each_key
 from kvd.core.tiers.moves import TierMoves
@@ -67,6 +68,8 @@ class Tiers:
         self._epochs = epochs
         self._out = out
         self._is_flushing = False
+        self.at_stop: tuple[StopDemotion, ...] = ()
+        """What is still written when the node has left, and its pool ends with it."""
         if self.each:
             leases.tree.components.append(self)
 
@@ -162,7 +165,7 @@ class Tiers:
             return  # of a process that is gone
         demoter = self._demoter_of(move)
         demoter.demoted(move, got)
-        demoter.turn()
+        self._write_ahead(demoter)
 
     def promoted(self, got: Promoted) -> None:
         """One order to read is over."""
@@ -209,4 +212,31 @@ class Tiers:
         self.moves.restart_if_silent()
         self.promotions.tick()
         for demoter in self.demoters:
+            self._write_ahead(demoter)
+
+    def _write_ahead(self, demoter: Demoter) -> None:
+        # At a stop nothing is evicted any more, and the last pages to go are written first.
+        if not self.at_stop:
             demoter.turn()
+
+    # ---- the end of the pool -----------------------------------------------------------------
+
+    @property
+    def stop_s(self) -> float:
+        """How long that may take."""
+        tiers = [demoter.tier for demoter in self.demoters if demoter.writes_at_stop]
+        return max([tier.settings.stop_s for tier in tiers], default=0.0)
+
+    def begin_stop(self) -> None:
+        """The node has left, and its pool ends: write what is in no tier."""
+        order, moves, out = self._leases.tree.order, self.moves, self._out
+        wanting = [demoter for demoter in self.demoters if demoter.writes_at_stop]
+        nodes = hottest_first(order) if wanting else []
+        self.at_stop = tuple(
+            [StopDemotion(demoter, nodes, order, moves, out) for demoter in wanting if nodes]
+        )
+
+    def is_written(self) -> bool:
+        """Go on with that; whether there is nothing more to wait for."""
+        # A list: each of them goes on, whatever the one before it says.
+        return False not in [stop.turn() for stop in self.at_stop]

@@ -1,0 +1,183 @@
+"""Demotion at a stop: what is cached and in no tier is written before the pool ends with its node.
+
+Only where the pool ends with it. What would be evicted last is written first, and of a prompt the
+first page: whatever this comes to within its bound, it is the part of the cache that is worth most,
+and all of it is found again. Pages are under a lease while they are written, as in every demotion.
+
+Over is this with the last page, at the bound, where as much was looked at as the tier holds, or as
+soon as the tier does not serve: nobody waits for it to come back. What was ordered and not answered
+by then may be there for the next daemon, or is not: an object is whole, or none.
+
+What must not live here: what is written while the node serves (``demotion``), when a node is
+drained (``handoff.drain``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from mypy_extensions import mypyc_attr
+
+from kvd.core.tiers.demotion import MOST_HASHED, NodeDemotion
+from kvd.wire import events
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvd.core.cache.eviction import EvictionOrder
+    from kvd.core.cache.radix_node import RadixNode
+    from kvd.core.outbox import Outbox
+    from kvd.core.tiers.demotion import Demoter
+    from kvd.core.tiers.moves import TierMoves
+
+AT_STOP: Final = " at stop"
+"""Behind the reason of the leases."""
+
+
+def hottest_first(order: EvictionOrder) -> list[RadixNode]:
+    """All nodes: those that somebody locks, then the others, the next victim last."""
+    victims = [node for node in order.ahead() if node is not None and not node.lock_ref]
+    locked = [node for node in order if node.lock_ref]
+    return [*locked, *reversed(victims)]
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class StopDemotion:
+    """Of one tier: what is still to be written, and until when."""
+
+    __slots__ = (
+        "_demoter",
+        "_is_told",
+        "_moves",
+        "_n_pages",
+        "_nodes",
+        "_order",
+        "_out",
+        "_room",
+        "_since_s",
+        "_until_s",
+        "_upto",
+        "_written",
+    )
+
+    def __init__(
+        self,
+        demoter: Demoter,
+        nodes: Sequence[RadixNode],
+        order: EvictionOrder,
+        moves: TierMoves,
+        out: Outbox,
+    ) -> None:
+        """``nodes``: the hottest first."""
+        tier = demoter.tier
+        self._demoter = demoter
+        self._order = order
+        self._moves = moves
+        self._out = out
+        self._nodes = [node for node in reversed(nodes) if demoter.wants(node)]
+        """The hottest last."""
+        self._n_pages = sum([node.n_pages for node in self._nodes])
+        """Of these."""
+        self._upto: dict[int, int] = {}
+        """Of each node that was looked at: so many of its pages, by its number."""
+        self._room = tier.index.capacity
+        """So many more pages have room in the tier, beside those that were looked at."""
+        for node_id, upto in demoter.under_way():
+            self._upto[node_id] = upto
+            self._room -= upto
+        self._since_s = out.at_s
+        self._written = tier.counts.written
+        self._is_told = False
+        self._until_s = out.at_s + tier.settings.stop_s
+        out.emit(
+            events.StopDemotionBegan(
+                tier=tier.name, pages=self.left_pages, for_s=tier.settings.stop_s
+            )
+        )
+
+    def turn(self) -> bool:
+        """Order what may be ordered now; whether there is nothing more to wait for."""
+        if self._is_told:
+            return True
+        why = self._ends()
+        if not why:
+            self._go_on()
+            if self._nodes or self._n_moving:
+                return False
+        self._is_told = True
+        counts = self._demoter.tier.counts
+        self._out.emit(
+            events.StopDemotionEnded(
+                tier=self._demoter.tier.name,
+                pages=counts.written - self._written,
+                left=self.left_pages + self._n_moving,
+                took_s=self._out.at_s - self._since_s,
+                why=why,
+            )
+        )
+        return True
+
+    @property
+    def left_pages(self) -> int:
+        """Cached pages that were not looked at."""
+        return self._n_pages - (self._upto.get(self._nodes[-1].id, 0) if self._nodes else 0)
+
+    @property
+    def _n_moving(self) -> int:
+        return self._moves.n_objects(self._demoter.tier, NodeDemotion)
+
+    def _ends(self) -> str:
+        """Why it ends before all is written; empty while it goes on."""
+        tier = self._demoter.tier
+        if not tier.is_serving:
+            why = f": {tier.why}" if tier.why else ""
+            return f"the tier is {tier.word}{why}"
+        if self._out.at_s >= self._until_s:
+            return "its time was over"
+        if not self._room and not self._n_moving:
+            return "the tier holds no more" if self._nodes else ""
+        return ""
+
+    def _go_on(self) -> None:
+        most, hashed = self._demoter.room(), 0
+        while self._nodes:
+            node = self._nodes[-1]
+            # One that was flushed meanwhile has left the order.
+            for step in _path(node) if node in self._order else ():
+                if self._is_done(step):
+                    continue
+                if most <= 0 or self._room <= 0 or hashed >= MOST_HASHED:
+                    return
+                hashed += 0 if self._demoter.knows_end(step) else step.n_pages
+                most -= self._look_at(step, most)
+                if not self._is_done(step):
+                    return
+            self._n_pages -= node.n_pages
+            self._nodes.pop()
+
+    def _is_done(self, node: RadixNode) -> bool:
+        return self._upto.get(node.id, 0) >= node.n_pages
+
+    def _look_at(self, node: RadixNode, most: int) -> int:
+        """Order up to ``most`` of its pages; how many were."""
+        first = self._upto.get(node.id, 0)
+        end = min(node.n_pages, first + self._room)
+        places = self._demoter.lacking(node, range(first, end), most)
+        upto = places[-1] + 1 if len(places) >= most else end
+        self._upto[node.id] = upto
+        self._room -= upto - first
+        if places:
+            self._demoter.begin(node, places, AT_STOP)
+        elif end == node.n_pages:
+            # What is there already must not go for what is written after it.
+            self._demoter.touch(node)
+        return len(places)
+
+
+def _path(node: RadixNode) -> Iterable[RadixNode]:
+    """From the first page of the prompt on."""
+    path = []
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return reversed(path)

@@ -1,0 +1,221 @@
+"""A pool that ends with its node is written to its tiers first, what is worth most at the head."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.core import effects, inputs
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.settings import Demotion
+from kvd.types import NO_TOKENS
+from kvd.wire import client, events
+from kvd.wire.peer import Ping
+from tests.core.side import content
+from tests.core.tiered import DISK, PAGE, TieredSide, TieredWorld, cached, disk
+from tests.core.world import tokens
+
+STOP_S = 10.0
+
+
+def stop(side: TieredSide, *, runs: bool = True) -> None:
+    side.feed(inputs.StopAsked(side.world.now_s, "SIGTERM", 20.0))
+    if runs:
+        side.world.run()
+
+
+def is_stopped(side: TieredSide) -> bool:
+    return effects.ReadyToStop() in side.effects
+
+
+def prompt(number: int, pages: int = 4):
+    return tokens((1000 * (number + 1), pages * PAGE))
+
+
+def world_of(objects: int = 64, prompts: int = 3, pages: int = 32, **more) -> TieredWorld:
+    """A decode side that has some prompts cached, the last one used last, and nothing written."""
+    more.setdefault("stop_s", STOP_S)
+    journaled = more.pop("is_journaled", False)
+    world = TieredWorld(tier=disk(objects, **more), d_pages=pages, is_journaled=journaled)
+    for number in range(prompts):
+        cached(world.d, prompt(number))
+        world.pass_time(0.1)
+    assert not world.d.stored.objects
+    return world
+
+
+def told(side: TieredSide, kind: type):
+    return [event for event in side.events if isinstance(event, kind)]
+
+
+def test_what_is_cached_is_written_before_the_node_is_ready_to_stop():
+    world = world_of()
+    world.d.hold_storage = True
+
+    stop(world.d)
+
+    assert not is_stopped(world.d)
+    world.d.hold_storage = False
+    world.run()
+    assert is_stopped(world.d)
+    assert len(world.d.stored.objects) == 12
+    (began,) = told(world.d, events.StopDemotionBegan)
+    (ended,) = told(world.d, events.StopDemotionEnded)
+    assert (began.tier, began.pages, began.for_s) == (DISK, 12, STOP_S)
+    assert (ended.pages, ended.left, ended.why) == (12, 0, "")
+
+
+def test_the_goodbye_comes_before_the_disk():
+    world = world_of()
+    world.d.hold_storage = True
+
+    stop(world.d)
+    world.pass_time(3.0)
+
+    said = [effect.message for effect in world.d.effects if isinstance(effect, effects.SendToPeer)]
+    pings = [message for message in said if isinstance(message, Ping)]
+    assert pings[-1].state == "leaving"
+    assert said[-1] is pings[-1]
+
+
+def test_what_would_be_evicted_last_is_written_first_and_of_a_prompt_the_first_page():
+    world = world_of(moving=2)
+
+    stop(world.d)
+
+    assert is_stopped(world.d)
+    assert list(world.d.stored.objects.values()) == [
+        content(prompt(number), "", (page + 1) * PAGE) for number in (2, 1, 0) for page in range(4)
+    ]
+
+
+def test_prompts_that_begin_alike_are_written_once_and_from_the_top():
+    world = world_of(prompts=0)
+    trunk = prompt(0)
+    cached(world.d, tokens((1000, 4 * PAGE), (5000, 2 * PAGE)))
+    cached(world.d, tokens((1000, 4 * PAGE), (7000, 2 * PAGE)))
+
+    stop(world.d)
+
+    written = list(world.d.stored.objects.values())
+    assert len(written) == len(set(written)) == 8
+    assert written[:4] == [content(trunk, "", (page + 1) * PAGE) for page in range(4)]
+
+
+@pytest.mark.parametrize("ends", ["bound", "storage", "away"])
+def test_it_ends_at_its_bound_and_with_its_storage_process(ends):
+    world = world_of()
+    world.d.hold_storage = True
+    stop(world.d)
+    assert not is_stopped(world.d)
+
+    if ends == "bound":
+        world.pass_time(STOP_S / 2)
+        assert not is_stopped(world.d)
+        world.pass_time(STOP_S / 2)
+    elif ends == "storage":
+        world.d.stop_storage("killed by 9")
+    else:
+        world.d.fails_writing, world.d.hold_storage = "No space left on device", False
+        world.run()
+
+    assert is_stopped(world.d)
+    (ended,) = told(world.d, events.StopDemotionEnded)
+    why = {
+        "bound": "its time was over",
+        "storage": "the tier is down: killed by 9",
+        "away": "the tier is away: No space left on device",
+    }
+    assert ended.why == why[ends]
+
+
+@pytest.mark.parametrize(
+    "more", [{"stop_s": 0.0}, {"demotion": Demotion.NEVER}, {"is_journaled": True}]
+)
+def test_nothing_is_written_where_it_is_not_wanted(more):
+    world = world_of(**more)
+
+    stop(world.d)
+
+    assert is_stopped(world.d)
+    assert not world.d.stored.objects
+    assert not told(world.d, events.StopDemotionBegan)
+
+
+def test_the_policy_holds_at_a_stop_too():
+    world = world_of(demotion=Demotion.SECOND_USE)
+    cached(world.d, prompt(1))  # found again
+
+    stop(world.d)
+
+    assert is_stopped(world.d)
+    assert len(world.d.stored.objects) == 4
+
+
+def test_a_tier_that_is_too_small_gets_what_was_used_last():
+    world = world_of(objects=6, moving=6)
+
+    stop(world.d)
+
+    assert is_stopped(world.d)
+    (ended,) = told(world.d, events.StopDemotionEnded)
+    assert ended.why == "the tier holds no more"
+    assert world.d.tier.index.n_objects == 6
+    assert list(world.d.stored.objects.values()) == [
+        content(prompt(number), "", (page + 1) * PAGE)
+        for number, pages in ((2, 4), (1, 2))
+        for page in range(pages)
+    ]
+
+
+def test_a_page_that_is_written_has_an_owner_and_a_reason():
+    world = world_of()
+    world.d.hold_storage = True
+
+    stop(world.d)
+
+    leases = world.d.node.leases.leases.values()
+    assert {lease.reason for lease in leases} == {"demotion to disk at stop"}
+
+
+def test_what_is_left_is_told():
+    world = world_of(moving=3)
+    world.d.hold_storage = True
+
+    stop(world.d)
+
+    assert snapshot(world.d.node).drain.unwritten == 9
+    assert world.d.node.drainer.words().endswith(", and writes 9 more pages to its tiers")
+
+
+def test_what_an_engine_holds_is_given_back_first_and_nothing_new_is_begun():
+    world = world_of()
+    lease = world.d.lease(prompt(7))
+    world.d.write(lease.pages, prompt(7))
+    world.d.call(client.CommitLease, NO_TOKENS, lease=lease.lease)
+    world.d.hold_storage = True
+
+    stop(world.d)
+
+    refused = world.d.call(client.OpenLease, prompt(9))
+    assert isinstance(refused, client.Failed)
+    world.d.hold_storage = False
+    world.run()
+    assert len(world.d.stored.objects) == 16
+
+
+def test_a_demotion_that_is_under_way_is_not_ordered_again():
+    world = world_of(prompts=0, pages=8)
+    world.d.hold_storage = True
+    cached(world.d, prompt(0, 7))
+    world.pass_time(0.1)
+    ordered = sum(len(order.pages) for order in world.d.orders)
+    assert ordered
+
+    stop(world.d)
+    world.d.hold_storage = False
+    world.run()
+
+    assert is_stopped(world.d)
+    assert len(world.d.stored.objects) == 7
+    written = [event.pages for event in told(world.d, events.PagesDemoted)]
+    assert sum(written) == 7
