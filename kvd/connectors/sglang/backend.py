@@ -24,7 +24,7 @@ from typing_extensions import override
 from kvd.connectors.sglang.chains import PageChain, RestorablePages
 from kvd.connectors.sglang.host_pages import HostPages, UnfitHostPool
 from kvd.connectors.sglang.identity import identity_of_pages, weight_changes
-from kvd.connectors.sglang.options import storage_options
+from kvd.connectors.sglang.options import check_version, storage_options
 from kvd.connectors.sglang.page_store import PageStore
 from kvd.connectors.sglang.storage_link import StorageLink
 
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
 logger = logging.getLogger("kvd.connectors.sglang")
-
-TESTED: Final = ("0.5.23",)
-"""Versions whose classes were run, as the how-to says."""
 
 BY_NUMBER: Final = (
     "kvd copies pages of SGLang's host pool by their numbers (interface_v1), and none through a "
@@ -69,15 +66,13 @@ class KvdHiCache(HiCacheStorage):
         _kwargs: SGLang passes nothing in it.
 
     Raises:
-        ValueError: the extra configuration is not as it must be.
+        ValueError: the extra configuration is not as it must be, or SGLang is one that was not run.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, _kwargs: object = None) -> None:
         self._config = storage_config
         self._options = storage_options(storage_config.extra_config)
-        if sglang_version not in TESTED:
-            tested = ", ".join(TESTED)
-            logger.warning("kvd: SGLang %s: this was tested with %s", sglang_version, tested)
+        check_version(sglang_version, any_version=self._options.any_version)
         rank = f"tp{storage_config.tp_rank}-pp{storage_config.pp_rank}-{os.getpid()}"
         model = str(storage_config.model_name or "sglang").rpartition("/")[2]
         if not weight_changes.is_watched:

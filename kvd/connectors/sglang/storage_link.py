@@ -35,9 +35,18 @@ TIER_WITHIN_S: Final = 0.2
 
 
 class StorageSession:
-    """A session with a daemon whose pool fits, and SGLang's host pools beside it."""
+    """A session with a daemon whose pool fits, and SGLang's host pools beside it.
+
+    Raises:
+        UnfitHostPool: no page of SGLang's is ever one of that pool.
+    """
 
     def __init__(self, node: SyncNode, pool: Pool, *, threads: int) -> None:
+        if pool.shards:
+            raise UnfitHostPool(
+                f"pool {pool.name} is in {len(pool.shards)} shards, and a page of SGLang's is in "
+                "one: each rank takes pages of its own, with tp_size = 1"
+            )
         self.node = node
         self.page_size = pool.page_size
         part = pool.memory.components[0]
@@ -138,8 +147,8 @@ class StorageLink:
 
     def _fit(self, node: SyncNode, pages: HostPages) -> StorageSession:
         options = self._options
-        session = StorageSession(node, node.pool(options.pool), threads=options.copy_threads)
         try:
+            session = StorageSession(node, node.pool(options.pool), threads=options.copy_threads)
             session.blocks(pages)
         except UnfitHostPool as error:
             raise KvdError(Refusal(Code.LAYOUT_MISMATCH, str(error), side="client")) from None
