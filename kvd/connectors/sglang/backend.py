@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     )
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
+    from kvd.connectors.sglang.options import StorageOptions
+
 logger = logging.getLogger("kvd.connectors.sglang")
 
 BY_NUMBER: Final = (
@@ -98,7 +100,9 @@ class KvdHiCache(HiCacheStorage):
         super().register_mem_pool_host(mem_pool_host)
         pages = HostPages(PoolName.KV.value, mem_pool_host)
         logger.info("kvd: a pool for SGLang's pages:\n%s", pages.section())
-        self._stores[pages.name] = PageStore(self._link, pages, self._namespace(pages))
+        self._stores[pages.name] = PageStore(
+            self._link, pages, namespace_of(self._config, pages, self._options)
+        )
         self._link.open(pages)
 
     @override
@@ -113,20 +117,9 @@ class KvdHiCache(HiCacheStorage):
         except UnfitHostPool as error:
             logger.warning("kvd: pages of %s are not stored: %s", name, error)
             return
-        self._stores[name] = PageStore(self._link, pages, self._namespace(pages))
-
-    def _namespace(self, pages: HostPages) -> str:
-        try:
-            server = get_server_args()
-        except (ValueError, RuntimeError, AttributeError):
-            server = None
-        identity = identity_of_pages(
-            self._config, server, pages, self._options, version=sglang_version
+        self._stores[name] = PageStore(
+            self._link, pages, namespace_of(self._config, pages, self._options)
         )
-        for flaw in identity.alone:
-            logger.warning("kvd: nobody shares what is stored of %s: %s", pages.name, flaw)
-        logger.info("kvd: %s is %s: %s", pages.name, identity.namespace, identity.in_words())
-        return identity.namespace
 
     # ---- by the numbers of host pages ------------------------------------------------------------
 
@@ -296,6 +289,19 @@ class KvdHiCache(HiCacheStorage):
     def close(self) -> None:
         """Leave the daemon; repeatable."""
         self._link.close()
+
+
+def namespace_of(config: HiCacheStorageConfig, pages: HostPages, options: StorageOptions) -> str:
+    """Whose pages these are, as the log says part by part."""
+    try:
+        server = get_server_args()
+    except (ValueError, RuntimeError, AttributeError):
+        server = None
+    identity = identity_of_pages(config, server, pages, options, version=sglang_version)
+    for flaw in identity.alone:
+        logger.warning("kvd: nobody shares what is stored of %s: %s", pages.name, flaw)
+    logger.info("kvd: %s is %s: %s", pages.name, identity.namespace, identity.in_words())
+    return identity.namespace
 
 
 def _blocks(

@@ -1,4 +1,4 @@
-"""What a user may set, in SGLang's extra configuration of the storage, and what is refused."""
+"""What a user may set, in the extra configuration of a storage or linker, and what is refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,20 @@ def storage_options(extra: Mapping[str, object] | None) -> StorageOptions:
     given = dict(extra or {})
     if not given.get("interface_v1"):
         raise ValueError(NEEDS_V1)
-    ours = {key.removeprefix("kvd."): value for key, value in given.items() if key not in SGLANGS}
+    return _options({key: value for key, value in given.items() if key not in SGLANGS})
+
+
+def linker_options(extra: Mapping[str, object] | None) -> StorageOptions:
+    """What ``linker_extra_config`` says to us.
+
+    Raises:
+        ValueError: it has a key that nobody knows.
+    """
+    return _options(extra or {})
+
+
+def _options(given: Mapping[str, object]) -> StorageOptions:
+    ours = {key.removeprefix("kvd."): value for key, value in given.items()}
     known = [field for field in StorageOptions.__struct_fields__ if field != "since_ns"]
     unknown = sorted(set(ours) - set(known))
     if unknown:
@@ -63,7 +76,7 @@ def storage_options(extra: Mapping[str, object] | None) -> StorageOptions:
     try:
         return msgspec.convert(ours, StorageOptions)
     except msgspec.ValidationError as error:
-        raise ValueError(f"kvd: in the storage's extra configuration: {error}") from None
+        raise ValueError(f"kvd: in the extra configuration: {error}") from None
 
 
 def check_version(version: str, *, any_version: bool) -> None:

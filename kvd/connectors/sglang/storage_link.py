@@ -121,6 +121,11 @@ class StorageLink:
         """Why nothing was had of the daemon the last time; empty: it was."""
         return "" if self._session is None else self._session.why_away
 
+    @property
+    def life(self) -> object:
+        """Of which life of which session pages are held now; None: of none."""
+        return None if self._session is None else self._session.life
+
     def open(self, pages: HostPages) -> None:
         """Open the first session for these pages, if there is a daemon.
 
