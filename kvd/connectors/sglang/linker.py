@@ -35,7 +35,9 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.version import __version__ as sglang_version
 from typing_extensions import override
 
+from kvd.client import KvdError
 from kvd.client.mover.engine_memory import HOST
+from kvd.connectors.daemon_link import BROKEN
 from kvd.connectors.identity import attribute
 from kvd.connectors.sglang.backend import NOT_WATCHED, namespace_of
 from kvd.connectors.sglang.chains import KnownChains, PageChain
@@ -218,7 +220,8 @@ class KvdLinker(UnifiedCacheLinker):
         told = self._told.pop(rid, None)
         held = told.held if told is not None else HeldPages(PageChain([]), (), None)
         blocks = self._blocks_of(transfers[0])
-        if self._is_alone and (not self._store.is_held(held) or held.n_pages < len(blocks)):
+        is_there = self._store.is_held(held) and held.n_pages >= len(blocks)
+        if not self._is_served() or (self._is_alone and not is_there):
             self._store.leave(held)
             return False
         self._pending[rid] = _QueuedLoad(held, blocks)
@@ -253,7 +256,7 @@ class KvdLinker(UnifiedCacheLinker):
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Queue a node's pages; their device pages stay locked until the result is taken."""
         names = list(transfers[0].keys or ())
-        if not names:
+        if not names or not self._is_served():
             return False
         before = self._chains.before(names[0])
         blocks = self._blocks_of(transfers[0])
@@ -308,24 +311,29 @@ class KvdLinker(UnifiedCacheLinker):
 
     def _load_all(self) -> None:
         while (batch := self._loads.get()) is not None:
+            is_here = False
             try:
-                self._load_batch(batch)
-            except Exception as error:
+                is_here = self._load_batch(batch)
+            except (KvdError, *BROKEN):
                 logger.exception("kvd: a load failed")
-                self.layer_done_counter.fail(batch.counter, error)
             finally:
+                # Also where this thread ends by it: a forward waits for these.
+                self._say_loaded(batch.counter, is_here=is_here)
                 self._loads.task_done()
         self._loads.task_done()
 
-    def _load_batch(self, batch: _LoadBatch) -> None:
+    def _load_batch(self, batch: _LoadBatch) -> bool:
         _wait(batch.ready)
         # All of them, whatever becomes of one: each gives back what it holds.
         came = [self._store.load_held(load.held, load.blocks) for load in batch.loads]
-        if came == [len(load.blocks) for load in batch.loads]:
+        return came == [len(load.blocks) for load in batch.loads]
+
+    def _say_loaded(self, counter: int, *, is_here: bool) -> None:
+        if is_here:
             for layer in range(self.layer_done_counter.num_layers):
-                self.layer_done_counter.complete(batch.counter, layer)
+                self.layer_done_counter.complete(counter, layer)
         else:
-            self.layer_done_counter.fail(batch.counter, RuntimeError(self._link.why_away or "lost"))
+            self.layer_done_counter.fail(counter, RuntimeError(self._link.why_away or "lost"))
 
     def _offload_all(self) -> None:
         while (queued := self._offloads.get()) is not None:
@@ -333,12 +341,15 @@ class KvdLinker(UnifiedCacheLinker):
             try:
                 _wait(queued.ready)
                 is_saved = self._store.save(queued.chain, queued.blocks)
-            except Exception:
+            except (KvdError, *BROKEN):
                 logger.exception("kvd: a save failed")
             finally:
                 self._results.append(is_saved)
                 self._offloads.task_done()
         self._offloads.task_done()
+
+    def _is_served(self) -> bool:
+        return all(thread.is_alive() for thread in self._threads)
 
 
 def _why_not_served(
