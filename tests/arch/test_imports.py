@@ -102,7 +102,7 @@ HOMES = {
     "torch": (
         *("kvd/pools/", "kvd/device/", "kvd/demo/", "kvd/connectors/transformers/", "benchmarks/"),
         *("kvd/client/mapping.py", "kvd/client/device_mapping.py"),
-        "kvd/connectors/sglang/host_pages.py",
+        *("kvd/connectors/sglang/host_pages.py", "kvd/connectors/sglang/linker.py"),
     ),
     "transformers": ("kvd/demo/", "kvd/connectors/transformers/", "benchmarks/transformers.py"),
     "flash_attn": ("kvd/device/attention.py",),
@@ -118,7 +118,11 @@ HOMES = {
         "kvd/connectors/vllm/stats.py",
     ),
     "vllm": tuple(f"kvd/connectors/vllm/{name}.py" for name in ("connector", "stats", "versions")),
-    "sglang": ("kvd/connectors/sglang/backend.py", "kvd/connectors/sglang/__init__.py"),
+    "sglang": (
+        "kvd/connectors/sglang/backend.py",
+        "kvd/connectors/sglang/linker.py",
+        "kvd/connectors/sglang/__init__.py",
+    ),
     "lmcache": ("kvd/connectors/lmcache/adapter.py", "benchmarks/lmcache_calls.py"),
     "aiohttp": ("kvd/proxy/",),
     "h11": ("kvd/observe/",),

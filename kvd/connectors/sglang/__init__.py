@@ -17,33 +17,54 @@ Read in this order:
 - ``chains``: SGLang's names of pages, as keys;
 - ``page_store``: pages by their chain, looked up, saved and loaded;
 - ``storage_link``: the session with the daemon, and how long anything of it may take;
-- ``backend``: the two behind SGLang's interface. It and the plugin here alone import SGLang.
+- ``backend``: the two behind SGLang's interface for a storage of host pages;
+- ``linker``: the same store behind SGLang's interface for device pages without host pages.
+
+``backend``, ``linker`` and the plugin here alone import SGLang.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from kvd.connectors.sglang.backend import KvdHiCache
+    from kvd.connectors.sglang.linker import KvdLinker
 
-__all__ = ["KvdHiCache", "register"]
+__all__ = ["KvdHiCache", "KvdLinker", "register"]
+
+MATCH: Final = (
+    "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper.match"
+)
+"""Of SGLang's tree: what asks a linker about a prompt, whose start it does not tell."""
 
 
 def register() -> None:
-    """Have weights watched that are changed in place: the entry point ``sglang.srt.plugins``."""
+    """The entry point ``sglang.srt.plugins``: who changes weights is seen, and what is matched."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
     from kvd.connectors.sglang.identity import UPDATES, weight_changes  # noqa: PLC0415
 
     for target in UPDATES:
         HookRegistry.register(target, weight_changes.begin, HookType.BEFORE)
+    HookRegistry.register(MATCH, _tell_linker, HookType.BEFORE)
     weight_changes.is_watched = True
+
+
+def _tell_linker(wrapper: Any, key: Any, req: Any, result: object) -> None:
+    """A linker of kvd's is told the whole prompt, before it is asked about its end."""
+    from kvd.connectors.sglang.linker import KvdLinker  # noqa: PLC0415
+
+    linker = wrapper.cache_linker
+    if isinstance(linker, KvdLinker):
+        linker.tell_prompt(req.rid, key.maybe_to_bigram_view(wrapper.cache.tree_core.is_eagle)[0])
 
 
 def __getattr__(name: str) -> object:
     """The engine is imported when its storage is asked for, and not before."""
     if name == "KvdHiCache":
         return importlib.import_module("kvd.connectors.sglang.backend").KvdHiCache
+    if name == "KvdLinker":
+        return importlib.import_module("kvd.connectors.sglang.linker").KvdLinker
     raise AttributeError(name)

@@ -24,7 +24,7 @@ from typing_extensions import override
 from kvd.connectors.sglang.chains import PageChain, RestorablePages
 from kvd.connectors.sglang.host_pages import HostPages, UnfitHostPool
 from kvd.connectors.sglang.identity import identity_of_pages, weight_changes
-from kvd.connectors.sglang.options import storage_options
+from kvd.connectors.sglang.options import check_version, storage_options
 from kvd.connectors.sglang.page_store import PageStore
 from kvd.connectors.sglang.storage_link import StorageLink
 
@@ -39,10 +39,9 @@ if TYPE_CHECKING:
     )
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
-logger = logging.getLogger("kvd.connectors.sglang")
+    from kvd.connectors.sglang.options import StorageOptions
 
-TESTED: Final = ("0.5.23",)
-"""Versions whose classes were run, as the how-to says."""
+logger = logging.getLogger("kvd.connectors.sglang")
 
 BY_NUMBER: Final = (
     "kvd copies pages of SGLang's host pool by their numbers (interface_v1), and none through a "
@@ -69,15 +68,13 @@ class KvdHiCache(HiCacheStorage):
         _kwargs: SGLang passes nothing in it.
 
     Raises:
-        ValueError: the extra configuration is not as it must be.
+        ValueError: the extra configuration is not as it must be, or SGLang is one that was not run.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, _kwargs: object = None) -> None:
         self._config = storage_config
         self._options = storage_options(storage_config.extra_config)
-        if sglang_version not in TESTED:
-            tested = ", ".join(TESTED)
-            logger.warning("kvd: SGLang %s: this was tested with %s", sglang_version, tested)
+        check_version(sglang_version, any_version=self._options.any_version)
         rank = f"tp{storage_config.tp_rank}-pp{storage_config.pp_rank}-{os.getpid()}"
         model = str(storage_config.model_name or "sglang").rpartition("/")[2]
         if not weight_changes.is_watched:
@@ -103,7 +100,9 @@ class KvdHiCache(HiCacheStorage):
         super().register_mem_pool_host(mem_pool_host)
         pages = HostPages(PoolName.KV.value, mem_pool_host)
         logger.info("kvd: a pool for SGLang's pages:\n%s", pages.section())
-        self._stores[pages.name] = PageStore(self._link, pages, self._namespace(pages))
+        self._stores[pages.name] = PageStore(
+            self._link, pages, namespace_of(self._config, pages, self._options)
+        )
         self._link.open(pages)
 
     @override
@@ -118,20 +117,9 @@ class KvdHiCache(HiCacheStorage):
         except UnfitHostPool as error:
             logger.warning("kvd: pages of %s are not stored: %s", name, error)
             return
-        self._stores[name] = PageStore(self._link, pages, self._namespace(pages))
-
-    def _namespace(self, pages: HostPages) -> str:
-        try:
-            server = get_server_args()
-        except (ValueError, RuntimeError, AttributeError):
-            server = None
-        identity = identity_of_pages(
-            self._config, server, pages, self._options, version=sglang_version
+        self._stores[name] = PageStore(
+            self._link, pages, namespace_of(self._config, pages, self._options)
         )
-        for flaw in identity.alone:
-            logger.warning("kvd: nobody shares what is stored of %s: %s", pages.name, flaw)
-        logger.info("kvd: %s is %s: %s", pages.name, identity.namespace, identity.in_words())
-        return identity.namespace
 
     # ---- by the numbers of host pages ------------------------------------------------------------
 
@@ -301,6 +289,19 @@ class KvdHiCache(HiCacheStorage):
     def close(self) -> None:
         """Leave the daemon; repeatable."""
         self._link.close()
+
+
+def namespace_of(config: HiCacheStorageConfig, pages: HostPages, options: StorageOptions) -> str:
+    """Whose pages these are, as the log says part by part."""
+    try:
+        server = get_server_args()
+    except (ValueError, RuntimeError, AttributeError):
+        server = None
+    identity = identity_of_pages(config, server, pages, options, version=sglang_version)
+    for flaw in identity.alone:
+        logger.warning("kvd: nobody shares what is stored of %s: %s", pages.name, flaw)
+    logger.info("kvd: %s is %s: %s", pages.name, identity.namespace, identity.in_words())
+    return identity.namespace
 
 
 def _blocks(

@@ -7,18 +7,25 @@ first page on.
 The start of a chain may be missing here: a daemon was restarted, or was not there when SGLang wrote
 it, and SGLang, which has these pages itself, does not write them again. What comes behind is then
 a chain of its own, which begins at a later page. So one chain may lie in several **strands**.
+
+A linker is asked about the end of a prompt, and given the pages of one node of SGLang's tree; what
+is before them is not said. It is remembered from prompts that were told in full (``KnownChains``).
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, NamedTuple
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     Matched = Callable[[Sequence[bytes]], int]
     """Of a prompt of keys, how many pages are there from the first one on."""
+
+MOST_PAGES: Final = 2**18
+"""Names of so many pages are remembered; those that were told longest ago go first."""
 
 
 def key_of(name: str) -> bytes:
@@ -120,3 +127,28 @@ class RestorablePages:
         """How far each pool has it by itself, those that have any."""
         found = {first: self._n_pages, **self._most}
         return {pool: n_pages for pool, n_pages in found.items() if n_pages}
+
+
+class KnownChains:
+    """Of each page that was told, the one before it."""
+
+    def __init__(self, most: int = MOST_PAGES) -> None:
+        self._most = most
+        self._before: OrderedDict[str, str] = OrderedDict()
+
+    def tell(self, names: Sequence[str]) -> None:
+        """All pages of a prompt, in order."""
+        for before, name in zip(("", *names), names, strict=False):
+            self._before[name] = before
+            self._before.move_to_end(name)
+        while len(self._before) > self._most:
+            self._before.popitem(last=False)
+
+    def before(self, name: str) -> list[str] | None:
+        """The pages before it, from the first one on; None: that is not known."""
+        found: list[str] = []
+        while name := self._before.get(name, "?"):
+            if name == "?":
+                return None
+            found.append(name)
+        return found[::-1]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from kvd.client.mover.engine_memory import LayerMemory
+from kvd.client.mover.engine_memory import HOST, LayerMemory
 from kvd.client.mover.pieces import NO_BLOCK
 
 if TYPE_CHECKING:
@@ -45,13 +45,15 @@ class HostPages:
     Args:
         name: as SGLang calls it, ``kv`` and others.
         host_pool: a ``HostKVCache``; a group of pools stands for its anchor.
+        device: where it lies.
 
     Raises:
         UnfitHostPool: they cannot be copied by address.
     """
 
-    def __init__(self, name: str, host_pool: Any) -> None:
+    def __init__(self, name: str, host_pool: Any, *, device: str = HOST) -> None:
         self.name = name
+        self._device = device
         self.page_size = int(host_pool.page_size)
         """Tokens, of which SGLang has so many indices."""
         self.n_pages = int(host_pool.page_num)
@@ -133,6 +135,7 @@ class HostPages:
             shape=(self.n_pages, stretch.n_bytes),
             strides=(stretch.step, 1),
             itemsize=1,
+            device=self._device,
         )
 
     def _stretches(self, host_pool: Any) -> list[PageStretch]:

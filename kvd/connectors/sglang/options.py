@@ -1,7 +1,8 @@
-"""What a user may set, in SGLang's extra configuration of the storage, and what is refused."""
+"""What a user may set, in the extra configuration of a storage or linker, and what is refused."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -10,6 +11,11 @@ from kvd.connectors.vllm.weights import process_began_ns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+logger = logging.getLogger("kvd.connectors.sglang")
+
+TESTED: Final = ("0.5.23",)
+"""Versions whose classes were run, as the how-to says."""
 
 SGLANGS: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
 """Keys that are not for us; it takes its others out before."""
@@ -33,6 +39,8 @@ class StorageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: str = ""
     """A name for the weights, in place of what their files tell."""
     copy_threads: int = 1
+    any_version: bool = False
+    """Try an SGLang that was not run."""
     since_ns: int = msgspec.field(default_factory=process_began_ns)
     """When this process began; its weights were read behind that. Not for users."""
 
@@ -46,7 +54,20 @@ def storage_options(extra: Mapping[str, object] | None) -> StorageOptions:
     given = dict(extra or {})
     if not given.get("interface_v1"):
         raise ValueError(NEEDS_V1)
-    ours = {key.removeprefix("kvd."): value for key, value in given.items() if key not in SGLANGS}
+    return _options({key: value for key, value in given.items() if key not in SGLANGS})
+
+
+def linker_options(extra: Mapping[str, object] | None) -> StorageOptions:
+    """What ``linker_extra_config`` says to us.
+
+    Raises:
+        ValueError: it has a key that nobody knows.
+    """
+    return _options(extra or {})
+
+
+def _options(given: Mapping[str, object]) -> StorageOptions:
+    ours = {key.removeprefix("kvd."): value for key, value in given.items()}
     known = [field for field in StorageOptions.__struct_fields__ if field != "since_ns"]
     unknown = sorted(set(ours) - set(known))
     if unknown:
@@ -55,4 +76,18 @@ def storage_options(extra: Mapping[str, object] | None) -> StorageOptions:
     try:
         return msgspec.convert(ours, StorageOptions)
     except msgspec.ValidationError as error:
-        raise ValueError(f"kvd: in the storage's extra configuration: {error}") from None
+        raise ValueError(f"kvd: in the extra configuration: {error}") from None
+
+
+def check_version(version: str, *, any_version: bool) -> None:
+    """Whether this SGLang may be used.
+
+    Raises:
+        ValueError: it was not run, and its user has not said to try it.
+    """
+    if version in TESTED:
+        return
+    why = f"kvd: SGLang {version}: this was tested with {', '.join(TESTED)}"
+    if not any_version:
+        raise ValueError(f'{why}; set "kvd.any_version": true in the extra configuration to try it')
+    logger.warning("%s; it is tried, since kvd.any_version says so", why)

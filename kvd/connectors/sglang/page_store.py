@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvd.client import KvdError
 from kvd.connectors.sglang.chains import strands_of
@@ -38,6 +38,20 @@ SAFE_LOOK_S: Final = 1.0
 
 class StoreCounts(Counter[str]):
     """Pages that were ``found``, ``loaded``, ``saved``; ``there`` already when they were saved."""
+
+
+class HeldPages(NamedTuple):
+    """Pages of a chain that stay where they are until they are loaded, or left."""
+
+    chain: PageChain
+    parts: tuple[tuple[SyncLease, PageStrand], ...]
+    life: object
+    """Of the session that they are held in."""
+
+    @property
+    def n_pages(self) -> int:
+        """Those that are asked about, from the first one on."""
+        return self.parts[-1][1].end - self.chain.first if self.parts else 0
 
 
 class PageStore:
@@ -72,6 +86,54 @@ class PageStore:
             return session.each_matched([chain.keys for chain in chains], self.namespace)
         return [False] * len(chains)
 
+    def hold(self, chain: PageChain) -> HeldPages:
+        """As ``found``, and what is found is evicted by nobody: leave it, or load it."""
+        parts: list[tuple[SyncLease, PageStrand]] = []
+        leases: list[SyncLease] = []
+        life = None
+        with self._link.asked() as session:
+            if session is None:
+                return HeldPages(chain, (), None)
+
+            def held(keys: Sequence[bytes]) -> int:
+                leases.append(session.held(keys, self.namespace))
+                return leases[-1].prefix_len // session.page_size
+
+            parts.extend((leases.pop(), strand) for strand in strands_of(chain, held))
+            life = self._link.life
+        if life is None:
+            leases += [lease for lease, _ in parts]
+            parts = []
+        # The others hold nothing that was asked for.
+        self._link.left(leases)
+        found = HeldPages(chain, tuple(parts), life)
+        self.counts["found"] += found.n_pages
+        return found
+
+    def leave(self, held: HeldPages) -> None:
+        """They are not needed any more."""
+        self._link.left([lease for lease, _ in held.parts])
+
+    def is_held(self, held: HeldPages) -> bool:
+        """Whether they are, as far as is known without asking."""
+        return bool(held.parts) and held.life is not None and held.life == self._link.life
+
+    def load_held(self, held: HeldPages, blocks: Sequence[int]) -> int:
+        """As ``load``, of the first of these pages; they are left then."""
+        orders: list[tuple[PendingCopy, int]] = []
+        try:
+            with self._link.asked() as session:
+                if session is None:
+                    return 0
+                for lease, strand in held.parts:
+                    part = blocks[strand.first - held.chain.first : strand.end - held.chain.first]
+                    if part:
+                        order = self._load_ordered(session, lease, strand, part)
+                        orders.append((order, len(part)))
+            return self._loaded(orders)
+        finally:
+            self._link.left([lease for lease, _ in held.parts])
+
     def load(self, chain: PageChain, blocks: Sequence[int]) -> int:
         """Fill SGLang's pages; how many are right, from the first one on. The others are not.
 
@@ -86,15 +148,9 @@ class PageStore:
                 if session is None:
                     return 0
                 self._begin_loads(session, chain, blocks, leases, orders)
-            n_right, is_gap = 0, False
-            for order, n_pages in orders:
-                is_right = self._came(order)
-                is_gap = is_gap or not is_right
-                n_right += 0 if is_gap else n_pages
+            return self._loaded(orders)
         finally:
             self._link.left(leases)
-        self.counts["loaded"] += n_right
-        return n_right
 
     def save(self, chain: PageChain, blocks: Sequence[int]) -> bool:
         """Have the node keep these pages of SGLang's; whether it has all of them.
@@ -137,6 +193,16 @@ class PageStore:
             if session is not None:
                 session.node.new_epoch(self.namespace)
 
+    def _loaded(self, orders: Sequence[tuple[PendingCopy, int]]) -> int:
+        """How many pages are right of these copies, up to the first that is not."""
+        n_right, is_gap = 0, False
+        for order, n_pages in orders:
+            is_right = self._came(order)
+            is_gap = is_gap or not is_right
+            n_right += 0 if is_gap else n_pages
+        self.counts["loaded"] += n_right
+        return n_right
+
     def _begin_loads(
         self,
         session: StorageSession,
@@ -152,10 +218,13 @@ class PageStore:
 
         for strand in strands_of(chain, held):
             part = blocks[strand.first - chain.first : strand.end - chain.first]
-            rows = self.pages.rows(part, session.page_bytes)
-            first = strand.first - strand.root
-            order = self._ordered(session, leases[-1], rows, first, to_pages=False)
-            orders.append((order, _length(strand)))
+            orders.append((self._load_ordered(session, leases[-1], strand, part), len(part)))
+
+    def _load_ordered(
+        self, session: StorageSession, lease: SyncLease, strand: PageStrand, blocks: Sequence[int]
+    ) -> PendingCopy:
+        rows = self.pages.rows(blocks, session.page_bytes)
+        return self._ordered(session, lease, rows, strand.first - strand.root, to_pages=False)
 
     def _ordered(
         self,
@@ -196,7 +265,3 @@ class PageStore:
             self._link.lost(error)
             return False
         return True
-
-
-def _length(strand: PageStrand) -> int:
-    return strand.end - strand.first

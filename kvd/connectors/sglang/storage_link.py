@@ -35,9 +35,18 @@ TIER_WITHIN_S: Final = 0.2
 
 
 class StorageSession:
-    """A session with a daemon whose pool fits, and SGLang's host pools beside it."""
+    """A session with a daemon whose pool fits, and SGLang's host pools beside it.
+
+    Raises:
+        UnfitHostPool: no page of SGLang's is ever one of that pool.
+    """
 
     def __init__(self, node: SyncNode, pool: Pool, *, threads: int) -> None:
+        if pool.shards:
+            raise UnfitHostPool(
+                f"pool {pool.name} is in {len(pool.shards)} shards, and a page of SGLang's is in "
+                "one: each rank takes pages of its own, with tp_size = 1"
+            )
         self.node = node
         self.page_size = pool.page_size
         part = pool.memory.components[0]
@@ -112,6 +121,11 @@ class StorageLink:
         """Why nothing was had of the daemon the last time; empty: it was."""
         return "" if self._session is None else self._session.why_away
 
+    @property
+    def life(self) -> object:
+        """Of which life of which session pages are held now; None: of none."""
+        return None if self._session is None else self._session.life
+
     def open(self, pages: HostPages) -> None:
         """Open the first session for these pages, if there is a daemon.
 
@@ -138,8 +152,8 @@ class StorageLink:
 
     def _fit(self, node: SyncNode, pages: HostPages) -> StorageSession:
         options = self._options
-        session = StorageSession(node, node.pool(options.pool), threads=options.copy_threads)
         try:
+            session = StorageSession(node, node.pool(options.pool), threads=options.copy_threads)
             session.blocks(pages)
         except UnfitHostPool as error:
             raise KvdError(Refusal(Code.LAYOUT_MISMATCH, str(error), side="client")) from None

@@ -23,6 +23,7 @@ ADAPTERS = {
     "vllm": "of_vllm.VllmEngine",
     "transformers": "of_transformers.ScriptEngine",
     "lmcache": "of_lmcache.LmcacheServer",
+    "sglang": "of_sglang.SglangEngine",
 }
 
 PAGE = 16

@@ -508,6 +508,10 @@ def main():
         try:
             if name.startswith("fault:"):
                 a_fault(*name.split(":")[1:], socket, pid)
+            elif name.startswith("linker"):
+                from tests.connectors.sglang import linker_engine  # noqa: PLC0415 - it takes ours
+
+                linker_engine.run(name, socket, pid)
             else:
                 SCENARIOS[name](socket)
             say("passed")

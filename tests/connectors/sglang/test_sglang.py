@@ -89,6 +89,36 @@ def test_sglang(sglang, scenario) -> None:
         nothing_is_held(daemon)
 
 
+LINKED = (
+    "linker_keeps_what_the_device_evicts",
+    "linker_finds_the_end_of_a_prompt_whose_start_the_device_has",
+    "linker_shares_with_another_engine",
+    "linker_holds_what_it_has_told",
+    "linker_aborts_nobody_whose_pages_are_gone",
+    "linker_cancels_and_resets",
+    "linker_refuses_other_models_and_options",
+)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("scenario", LINKED)
+def test_linker(sglang, scenario) -> None:
+    """SGLang's own tree, allocator and device pool, with kvd behind them."""
+    with daemon_for(PAGE_BYTES, pages=40) as daemon:
+        run(sglang, scenario, daemon)
+        nothing_is_held(daemon)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("step", ["before", "found", "queued", "saving", "ordered save"])
+@pytest.mark.parametrize("kind", ["killed", "stopped", "restarted"])
+def test_a_fault_of_the_daemon_and_a_linker(sglang, kind, step) -> None:
+    """No request goes on with pages that did not come; and the daemon is used again."""
+    with daemon_for(PAGE_BYTES, pages=400) as daemon:
+        run(sglang, f"linker:{kind}:{step}", daemon)
+        nothing_is_held(daemon)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("step", ["before", "loading", "ordered load", "saving", "ordered save"])
 @pytest.mark.parametrize("kind", ["killed", "stopped", "restarted", "restarted, kept"])
