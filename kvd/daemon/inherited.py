@@ -83,7 +83,8 @@ class InheritedConnections:
         if not self._left:
             self._left = list(self._attached())
         batch, self._left = self._left[:MOST_A_LOOK], self._left[MOST_A_LOOK:]
-        dead = [one for one in batch if one.pid > 0 and is_open(one) and not is_alive(one.process)]
+        # A connection that was closed since has no socket to be asked.
+        dead = [one for one in batch if one.pid > 0 and not is_alive(one.process) and is_open(one)]
         if not dead or self._search is not None or self._loop.time() < self._not_before_s:
             return
         inodes = {connection.number: other_end(connection.sock) for connection in dead}
