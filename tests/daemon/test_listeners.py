@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import stat
@@ -17,6 +16,7 @@ from kvd.errors import KvdError
 from kvd.pools.build import pool_memory
 from kvd.wire.attach import Attached
 from kvd.wire.codec import ATTACH_REPLIES
+from tests.support.garbage import collect_of_others
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_client_refuses_memory_smaller_than_described(tmp_path: Path) -> None:
     sock = dial(str(tmp_path / "s"))
     assert sock is not None
     server, _ = listener.accept()
-    gc.collect()  # what other tests have left must not be closed between the two looks
+    collect_of_others()  # what other tests have left must not be closed between the two looks
     before = set(os.listdir("/proc/self/fd"))
     small = os.memfd_create("small")
     answer = ATTACH_REPLIES.encode(Attached(1, b"S", "node-a", "", (POOL,)))
