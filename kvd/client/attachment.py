@@ -321,7 +321,7 @@ class Attachment:
         if self._sock.fileno() >= 0 and self.is_own and says_leave:
             is_said = leave(self._sock)
             if unheard is not None and not (is_said and is_heard(self._sock, HEARD_WITHIN_S)):
-                unheard(self._sock.dup() if is_said else None)
+                unheard(_over(self._sock) if is_said else None)
         self._sock.close()
         for fd in self._fds:
             os.close(fd)
@@ -494,6 +494,15 @@ def leave(sock: socket.socket) -> bool:
     except OSError:
         return False
     return True
+
+
+def _over(sock: socket.socket) -> socket.socket:
+    """The same connection, to see whether what was said is read; the daemon sees it end now."""
+    kept = sock.dup()
+    # Whoever connects next by the key of this session must find it free.
+    with contextlib.suppress(OSError):
+        kept.shutdown(socket.SHUT_RDWR)
+    return kept
 
 
 def is_heard(sock: socket.socket, within_s: float) -> bool | None:

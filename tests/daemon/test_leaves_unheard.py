@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -59,6 +60,17 @@ def test_a_node_that_is_closed_under_a_daemon_that_is_stopped_and_dies(daemon):
     daemon.wait_ready()
     nobody_is_awaited(daemon)
     assert took_s < 1
+
+
+def test_a_key_is_free_when_a_daemon_that_was_held_up_has_read_that_its_node_is_closed(daemon):
+    node = kvd.client.connect_sync(daemon.client, name="first", key="key")
+    os.kill(daemon.pid, signal.SIGSTOP)
+    threading.Timer(0.5, os.kill, (daemon.pid, signal.SIGCONT)).start()
+
+    node.close()
+
+    with kvd.client.connect_sync(daemon.client, name="second", key="key") as second:
+        assert second.session != node.session
 
 
 WORKER = """
