@@ -1,6 +1,7 @@
 """Our end of the attach socket: what it told us, the memory it passed, and its hang-up.
 
-Nothing here waits: who calls waits for the descriptor to become readable, on a loop or with poll.
+Nothing here waits, but a close for 5 ms where its last word is not read: who calls waits for the
+descriptor to become readable, on a loop or with poll.
 """
 
 from __future__ import annotations

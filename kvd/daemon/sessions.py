@@ -5,7 +5,8 @@ sockets, leases, the clock.
 
 A session lives while a process of it maps the pool, so that nobody is given its pages: while one is
 attached, and while one is *awaited*. Awaited are those of before a restart of this daemon that have
-not attached again, and those that closed their connection without ``Leave`` and live. A session is
+not attached again, and those that closed their connection without ``Leave`` and live. Where one is
+dead and children that it had forked have its connection, those keep it. A session is
 *hung up on* for a fault of its own, or when nobody of it is attached and one that lives closed its
 connection: it is served no more, and is over when its last process leaves or is dead::
 
