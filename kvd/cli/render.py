@@ -249,6 +249,12 @@ def _troubles(shot: Snapshot) -> list[Text]:
         for client in shot.clients
         if client.state == "hung-up-on"
     ]
+    found += [
+        f"{clean(client.name)}: {client.leases} leases with {client.held_pages} pages are kept by "
+        f"{clean(client.outlived)}"
+        for client in shot.clients
+        if client.outlived
+    ]
     found += [f"{clean(pair.why)}: kvd why evicted" for pair in shot.evictions.thrashing]
     found += [
         f"{clean(quota.namespace)} in {clean(quota.place)}: {clean(quota.why)}: kvd why evicted"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from kvd.client.attachment import Attachment, ask, dial, leave, take_answer
+from kvd.client.attachment import Attachment, ask, dial, is_heard, leave, take_answer
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import Attach
 
@@ -104,6 +104,17 @@ class WayBack:
         self.abandon()
         return is_said
 
+    def leaves(self) -> bool:
+        """Go back, to leave as one that has joined; whether there is nothing to say any more."""
+        try:
+            found = self._find()
+        except KvdError as error:
+            self.close()
+            return not error.retryable
+        if found is not None:
+            found.close()
+        return found is not None
+
     def abandon(self) -> None:
         """Give it up because the engine is done with the pool; repeatable."""
         if self.sock is not None and self._attachment.is_own:
@@ -146,12 +157,30 @@ def leave_next(way: WayBack) -> None:
     there a thread looks for one, for ``FAREWELL_S`` at most.
     """
     if not way.leave_there():
-        Thread(target=_leave_when_there, args=(way,), name="kvd-farewell", daemon=True).start()
+        leave_later(way.leave_there)
 
 
-def _leave_when_there(way: WayBack) -> None:
-    end_s = time.monotonic() + FAREWELL_S
-    while not way.leave_there() and time.monotonic() < end_s:
+def leave_later(is_over: Callable[[], bool], before: socket | None = None) -> None:
+    """Say so in a thread, step by step until it ``is_over``.
+
+    Args:
+        is_over: tries; whether there is nothing to say any more.
+        before: the connection where it was said, and is not read yet.
+    """
+    args = (is_over, before)
+    Thread(target=_leave_when_there, args=args, name="kvd-farewell", daemon=True).start()
+
+
+def _leave_when_there(is_over: Callable[[], bool], before: socket | None) -> None:
+    end_s, pause_s = time.monotonic() + FAREWELL_S, FIRST_PAUSE_S
+    if before is not None:
+        with before:
+            while (is_read := is_heard(before, 0)) is None and time.monotonic() < end_s:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, FAREWELL_PAUSE_S)
+        if is_read:
+            return
+    while not is_over() and time.monotonic() < end_s:
         time.sleep(FAREWELL_PAUSE_S)  # no event tells that somebody listens
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from kvd.client.endpoint import attach_path, socket_path
 from kvd.client.port import unread
-from kvd.client.returning import WayBack, go_back, leave_next, main_way
+from kvd.client.returning import WayBack, go_back, leave_later, leave_next, main_way
 from kvd.client.stream import ClientStream
 from kvd.errors import Code, KvdError, Refusal
 from kvd.types import Sent
@@ -150,10 +150,16 @@ class SessionSockets:
         self._forget_stream()
         if self.way is None:
             self._unwatch_attachment()
-        else:
-            self._unwatch_way()
-            leave_next(self.way)
+            way = self._way_back()
+            self._attachment.close(unheard=lambda before: leave_later(way.leave_there, before))
+            return
+        self._unwatch_way()
+        leave_next(self.way)
         self._attachment.close()
+
+    def _way_back(self) -> WayBack:
+        path = attach_path(self._endpoint)
+        return main_way(path, self._attachment, self._name, self._connection)
 
     def _close_copies(self) -> None:
         """A forked child lets go of its descriptors.
@@ -283,8 +289,7 @@ class SessionSockets:
         if not why.is_retryable:
             self._connection.fail_all(why)
             return
-        path = attach_path(self._endpoint)
-        self.way = main_way(path, self._attachment, self._name, self._connection)
+        self.way = self._way_back()
         self._connection.lost(why)
         self._watcher.step_after(0.0)
 

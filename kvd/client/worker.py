@@ -27,7 +27,7 @@ from kvd.client.mover.movers import Movers
 from kvd.client.mover.pending_copy import MARK_WITHIN_S
 from kvd.client.pool import Pools
 from kvd.client.rank_words import RankWords
-from kvd.client.returning import WayBack
+from kvd.client.returning import WayBack, leave_later
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import Join, RankWritten
 
@@ -226,7 +226,10 @@ class Worker:
             # its pages need not wait for the end of this process.
             is_quiet = is_quiet or self.movers.close(_CLOSED, UNHEARD_WITHIN_S)
         self._pools.close()
-        self._attachment.close(says_leave=is_quiet)
+        way = WayBack(self._path, self._attachment, self._join_again)
+        self._attachment.close(
+            says_leave=is_quiet, unheard=lambda before: leave_later(way.leaves, before)
+        )
         os.close(self._bell)
 
     def __enter__(self) -> Worker:

@@ -50,8 +50,8 @@ def old_leases(context: Context) -> Iterator[Concern]:
                 groups.setdefault(lease.session, []).append(lease)
     for session, group in groups.items():
         client = node.sessions.by_id.get(session)
-        if client is None or not all(map(context.engines.is_alive, client.pids)):
-            continue  # told of the dead one
+        if client is None or client.is_outlived:
+            continue  # told of what outlives it
         first = min(group, key=lambda lease: lease.touched_s)
         ref = f"lease:{first.id}" if len(group) == 1 else f"client:{session}"
         yield Concern(
@@ -101,33 +101,27 @@ def lingering(context: Context) -> Iterator[Concern]:
 
 
 def gone_clients(context: Context) -> Iterator[Concern]:
-    """Sessions with a dead process that still hold something."""
-    alive = context.engines.is_alive
-    suspects = [
-        session
-        for session in context.node.sessions.by_id.values()
-        if not (session.is_former or session.hang_up) and not all(map(alive, session.pids))
-    ]
-    held = client_rows(context.node) if suspects else {}
+    """Sessions that still hold something, and whose opener is gone: others keep them."""
+    node = context.node
+    suspects = [session for session in node.sessions.by_id.values() if session.is_outlived]
+    held = client_rows(node) if suspects else {}
     for session in suspects:
         has = held[session.id]
         if not (has.leases or has.receives or has.sends):
             continue
-        gone = [pid for pid in session.pids if not alive(pid)]
-        living = [pid for pid in session.pids if pid not in gone]
-        by = f"pid {living[0]}" if living else "a process that inherited it"
-        ref = f"client:{session.id}"
+        pids = " ".join(map(str, session.pids))
+        is_seen = session.opener not in session.pids
         yield Concern(
-            severity=HIGH if context.node.admission.queue else MEDIUM,
+            severity=HIGH if node.admission.queue else MEDIUM,
             kind="client-gone",
-            subject=ref,
-            evidence=f"pid {gone[0]} of {session.name} is gone, its connection is kept open by "
-            f"{by}: {pages_of(has.leases)}, {counted(has.receives + has.sends, 'handoff')}",
-            since_s=first_seen(context, "client-gone", ref),
+            subject=f"client:{session.id}",
+            evidence=f"{session.name} is kept by {session.told_keeper(context.now_s)}: "
+            f"{pages_of(has.leases)}, {counted(has.receives + has.sends, 'handoff')}",
+            since_s=session.ended[session.opener],
             rule="what a dead engine held is released when its last process hangs up",
-            action=f"kill {living[0]}: what the session holds is released at once"
-            if living
-            else "stop the process that inherited it (ss -xp names it): all is released at once",
+            action=f"kill {pids}: what the session holds is released at once"
+            if is_seen
+            else f"{session.told_stop()}: all is released at once",
         )
 
 

@@ -75,7 +75,7 @@ def _owner_holder(
     words = [f"{counted(own, 'page')} by {counted(len(several), 'lease')}"]
     words += [f"{promised} promised"] if promised else []
     words += [f"locks {locked} cached"] if locked and not own else []
-    is_dead = session is not None and not any(map(is_alive, session.pids))
+    is_dead = session is not None and (session.is_outlived or not any(map(is_alive, session.pids)))
     return Holder(
         who=f"{name}{f' {pid}' if pid else ''}: {', '.join(words)}",
         since_s=min([kept.lease.since_s for kept in several]),

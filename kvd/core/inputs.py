@@ -40,6 +40,24 @@ class ClientHungUp(TimedInput, frozen=True, tag="ClientHungUp"):
     session: int
 
 
+class Heir(msgspec.Struct, frozen=True):
+    """A process that has the connection of one that is dead, which had forked it.
+
+    ``pid`` is 0 where it cannot be seen.
+    """
+
+    pid: int
+    of_pid: int
+
+
+class ProcessesNow(TimedInput, frozen=True, tag="ProcessesNow"):
+    """One of the processes that keep a session has ended or has left: these keep it now."""
+
+    session: int
+    pids: tuple[int, ...]
+    heirs: tuple[Heir, ...] = ()
+
+
 class HungUpOn(TimedInput, frozen=True, tag="HungUpOn"):
     """The daemon hung up on a session whose processes live: it is served no more.
 
@@ -570,6 +588,7 @@ StorageReport = Demoted | Promoted | TierProbed
 Input = (
     ClientJoined
     | ClientHungUp
+    | ProcessesNow
     | HungUpOn
     | ClientCameBack
     | PoolAdopted

@@ -74,6 +74,7 @@ class NodeState(NodeParts):
             i.RankLeft: self.sessions.rank_left,
             i.ClientJoined: self.owners.sessions.joined,
             i.ClientHungUp: self.sessions.hung_up,
+            i.ProcessesNow: self.owners.sessions.kept_by,
             i.HungUpOn: self.sessions.hung_up_on,
             i.ClientCameBack: self.sessions.returned,
             i.PoolAdopted: self._pool_adopted,

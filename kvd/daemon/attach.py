@@ -23,7 +23,8 @@ nothing that we do to it frees any: it is told why it is served no more, and its
 for the hang-up. One that closes it without ``Leave`` and lives is awaited, as those of before a
 restart are. When the last process of a session has left or is dead, the node hears so, once.
 
-A descriptor inherited by a forked child keeps the connection open: such a child maps the pool too.
+A descriptor inherited by a forked child keeps the connection open: such a child maps the pool too,
+and is found (``inherited``).
 
 Invariants: every attached connection belongs to exactly one session; ``session_of`` answers for
 sessions that are served only; at most ``processes_per_session`` processes keep a session, and at

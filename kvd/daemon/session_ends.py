@@ -13,9 +13,21 @@ import contextlib
 import socket
 from typing import TYPE_CHECKING, Final, Protocol
 
+import msgspec
+
 from kvd import __version__
-from kvd.core.inputs import ClientHungUp, HungUpOn, RankLeft, SessionWhole, WorkerGone
+from kvd.core.inputs import (
+    ClientHungUp,
+    Heir,
+    HungUpOn,
+    ProcessesNow,
+    RankLeft,
+    SessionWhole,
+    WorkerGone,
+)
 from kvd.daemon.former_processes import FormerProcesses
+from kvd.daemon.inherited import InheritedConnections
+from kvd.daemon.sessions import UNSEEN
 from kvd.errors import Code, Refusal
 from kvd.wire.attach import Leave, Rejected
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
@@ -67,16 +79,19 @@ class SessionEnds:
         self._notes = notes
         self._drop = drop
         self._former = FormerProcesses(sessions.awaited, self.dead)
+        self._inherited = InheritedConnections(sessions.attached, self._outlived)
 
     def start(self, loop: asyncio.AbstractEventLoop, clients: AnsweredSessions) -> None:
         """Look for the dead; ``clients`` hears who is served no more."""
         self._loop = loop
         self._clients = clients
         self._former.start(loop)
+        self._inherited.start(loop)
 
     def close(self) -> None:
         """Look for nobody any more."""
         self._former.close()
+        self._inherited.close()
 
     def shut(self, session: EngineSession, refusal: Refusal) -> None:
         """It is served no more; who keeps it is told, and awaited."""
@@ -96,24 +111,30 @@ class SessionEnds:
         may_write = self._reactor.node.sessions.may_write(session.number)
         if session.lingers and not session.connections and not may_write:
             session.awaited = ()  # it holds nothing, and nobody is left who could ask for anything
-        if session.knows(connection.pid):
+        if any(map(session.knows, (connection.pid, *connection.pids))):
             self._former.look_soon()
         if not connection.may_write:
             self._worker_gone(session, connection.number)
-        self._fewer(session, (connection.process,))
+        self._fewer(session, (connection.process, *connection.heirs))
+        if not connection.is_outlived and not session.is_over:
+            self._rank_left(session, connection)
+
+    def _rank_left(self, session: EngineSession, connection: AttachConnection) -> None:
+        """Whether it is dead or not, it has no way left to say how far it is."""
         rank = connection.rank
-        if rank is not None and not session.is_over:
-            # Whether it is dead or not: it has no way left to say how far it is.
-            reactor = self._reactor
-            reactor.feed(
-                RankLeft(
-                    at_s=reactor.clock(),
-                    session=session.number,
-                    rank=rank.rank,
-                    ranks=rank.ranks,
-                    pid=connection.pid,
-                )
+        # Another one may have joined in its place, when it was dead and its connection was not.
+        if rank is None or session.has_rank(rank):
+            return
+        reactor = self._reactor
+        reactor.feed(
+            RankLeft(
+                at_s=reactor.clock(),
+                session=session.number,
+                rank=rank.rank,
+                ranks=rank.ranks,
+                pid=connection.pid,
             )
+        )
 
     def dead(self, number: int, processes: tuple[Process, ...]) -> None:
         """Processes that were awaited are dead."""
@@ -154,10 +175,54 @@ class SessionEnds:
                 self._notes.process_left(session.number, process.pid)
         if session.refusal is not None:
             self._say_who(session, session.refusal)
-        elif session.lingers and not session.connections:
+            return
+        # Not at once: processes of an engine that ends come to their end one by one.
+        self._loop.call_later(UNATTENDED_S, self._say_kept, session)
+        if session.lingers and not session.connections:
             # Not at once: the process may be dying, and then it is over in the right way in a
             # moment.
             self._loop.call_later(UNATTENDED_S, self._unattended, session)
+
+    def _outlived(self, connection: AttachConnection, heirs: tuple[Process, ...]) -> None:
+        """Its process is dead, and these have the connection that it had."""
+        session = connection.session
+        if session is None or (connection.is_outlived and heirs == connection.heirs):
+            return
+        before, connection.heirs = connection.heirs, heirs
+        if not connection.is_outlived:
+            connection.is_outlived = True
+            self._rank_left(session, connection)
+        # The daemon after this one waits for them: they map the pool.
+        for heir in heirs:
+            if heir not in before:
+                self._notes.session_joined(session.number, heir)
+        # Where none is seen, the dead one stands for them.
+        pids = session.pids
+        for process in (connection.process, *before):
+            if process.pid not in pids:
+                self._notes.process_left(session.number, process.pid)
+        if session.refusal is not None:
+            self._say_who(session, session.refusal)
+        else:
+            self._say_kept(session)
+
+    def _say_kept(self, session: EngineSession) -> None:
+        """Who keeps it, where that is news."""
+        is_known = self._sessions.of_number(session.number) is session
+        if not is_known or session.refusal is not None:
+            return
+        heirs = [
+            Heir(pid=heir.pid, of_pid=connection.pid)
+            for connection in session.connections
+            if connection.is_outlived
+            for heir in connection.heirs or UNSEEN
+        ]
+        now = ProcessesNow(
+            at_s=0.0, session=session.number, pids=session.pids, heirs=tuple(sorted(heirs, key=str))
+        )
+        if now != session.told_kept:
+            session.told_kept = now
+            self._reactor.feed(msgspec.structs.replace(now, at_s=self._reactor.clock()))
 
     def _say_who(self, session: EngineSession, refusal: Refusal) -> None:
         """Who is waited for, where that is news."""

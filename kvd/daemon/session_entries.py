@@ -194,9 +194,9 @@ class SessionEntries:
         return Refusal(
             Code.WRONG_STATE,
             f"the key {key.key!r} is of session {session.number} of {self._node}, whose pid "
-            f"{main.pid} is attached: end that engine first, or draw a key for each engine",
+            f"{main.pids[0]} is attached: end that engine first, or draw a key for each engine",
             side=self._node,
-            numbers={"session": session.number, "pid": main.pid},
+            numbers={"session": session.number, "pid": main.pids[0]},
         )
 
     def _open_to(self, connection: AttachConnection, session: EngineSession, key: str) -> None:

@@ -5,7 +5,8 @@ sockets, leases, the clock.
 
 A session lives while a process of it maps the pool, so that nobody is given its pages: while one is
 attached, and while one is *awaited*. Awaited are those of before a restart of this daemon that have
-not attached again, and those that closed their connection without ``Leave`` and live. A session is
+not attached again, and those that closed their connection without ``Leave`` and live. Where one is
+dead and children that it had forked have its connection, those keep it. A session is
 *hung up on* for a fault of its own, or when nobody of it is attached and one that lives closed its
 connection: it is served no more, and is over when its last process leaves or is dead::
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import asyncio
     from socket import socket
 
+    from kvd.core.inputs import ProcessesNow
     from kvd.wire.attach import Join
 
 TOKEN_HEAD: Final = b"S"
@@ -95,11 +97,19 @@ class AttachConnection:
         self.is_shut = False
         """It is served no more, and its hang-up is awaited."""
         self.timer: asyncio.TimerHandle | None = None
+        self.is_outlived = False
+        """Its process is dead, and others have it open: ``heirs``, as far as they are seen."""
+        self.heirs: tuple[Process, ...] = ()
 
     @property
     def pid(self) -> int:
         """Of the process; 0 where it cannot be seen from here."""
         return self.process.pid
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes that have it open, as far as they are seen."""
+        return tuple([heir.pid for heir in self.heirs]) or (self.pid,)
 
     @property
     def may_write(self) -> bool:
@@ -136,11 +146,13 @@ class EngineSession:
         """Why it was hung up on; None while it is served."""
         self.told: frozenset[int] = frozenset()
         """Its processes, as they were last said since then."""
+        self.told_kept: ProcessesNow | None = None
+        """Who keeps it, as was last said since one of them has ended; None since one has come."""
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Of the processes that keep it, each once."""
-        attached = sorted([connection.pid for connection in self.connections])
+        attached = sorted([pid for connection in self.connections for pid in connection.pids])
         return tuple(dict.fromkeys([*attached, *[process.pid for process in self.awaited]]))
 
     @property
@@ -178,6 +190,10 @@ class EngineSession:
                 )
         return None
 
+    def has_rank(self, rank: Rank) -> bool:
+        """Whether a process that lives speaks for it, as far as is known."""
+        return any(one.rank == rank and not one.is_outlived for one in self.connections)
+
     def knows(self, pid: int) -> bool:
         """Whether a process of that number is awaited."""
         return any(process.pid == pid for process in self.awaited)
@@ -189,6 +205,7 @@ class EngineSession:
         """
         connection.session = self
         self.connections.add(connection)
+        self.told_kept = None
         mine = [process for process in self.awaited if process.pid == connection.pid]
         gone = mine[:1] if connection.pid == 0 else mine
         # One by one: of processes that cannot be seen from here several look alike, and only one
@@ -211,6 +228,11 @@ class EngineSession:
         if connection.may_write:
             self.awaited = (*self.awaited, connection.process)
             self.unheard.append((connection.process, connection.number))
+            self.lingers = True
+        # Nobody has it any more, and who lives maps the pool still.
+        heirs = [heir for heir in connection.heirs if is_alive(heir)]
+        if heirs:
+            self.awaited = (*self.awaited, *heirs)
             self.lingers = True
 
     def dead(self, processes: tuple[Process, ...]) -> list[int]:
@@ -289,6 +311,10 @@ class EngineSessions:
         """Neither its token nor its route is of a session any more."""
         del self._by_token[session.token]
         self._by_route.pop(session.route, None)
+
+    def attached(self) -> list[AttachConnection]:
+        """Every connection of every session."""
+        return [one for session in self._by_token.values() for one in session.connections]
 
     def awaited(self) -> dict[int, tuple[Process, ...]]:
         """Session to its processes that have no connection and are not proven dead."""

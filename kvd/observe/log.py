@@ -63,6 +63,7 @@ LEVELS = {
     "message-refused": "warning",
     "recording-ended": "warning",
     "client-hung-up-on": "warning",
+    "client-outlived": "warning",
     "drain-began": "warning",
     "peer-draining": "warning",
     "tier-down": "warning",

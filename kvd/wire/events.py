@@ -46,6 +46,19 @@ class ClientHungUpOn(NumberedEvent, frozen=True, kw_only=True, tag="client-hung-
     handoffs: int
 
 
+class ClientOutlived(NumberedEvent, frozen=True, kw_only=True, tag="client-outlived"):
+    """Process ``pid``, which had opened the session, is gone, and ``pids`` keep it.
+
+    They are ranks that joined, or children that it had forked. What the session holds is free when
+    they have ended.
+    """
+
+    session: int
+    name: str
+    pid: int
+    pids: tuple[int, ...]
+
+
 class Adopted(NumberedEvent, frozen=True, kw_only=True, tag="adopted"):
     """The pool is what it was before the restart, as far as that was proven.
 
@@ -578,6 +591,7 @@ Event = (
     ClientAttached
     | ClientGone
     | ClientHungUpOn
+    | ClientOutlived
     | Adopted
     | ClientReturned
     | DrainBegan

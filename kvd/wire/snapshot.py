@@ -251,6 +251,8 @@ class ClientState(msgspec.Struct, frozen=True):
     """Prompts that it has told and names by a number; ``prompt_bytes`` are kept of them."""
     kind: str = ""
     """What the engine is, as its connector says: ``vllm 0.32.0``; empty: it does not say."""
+    outlived: str = ""
+    """Which process keeps it since when its opener is gone, and what ends that; else empty."""
 
 
 class RecorderState(msgspec.Struct, frozen=True):

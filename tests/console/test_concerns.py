@@ -247,7 +247,8 @@ def test_a_dead_engine_leaves_a_quarantine_behind_it_that_is_told():
 def test_a_session_kept_open_by_another_process_is_told_with_what_it_holds():
     world = World()
     stage = Stage(world.d)
-    stage.shell.dead = {1001}
+    unseen = inputs.Heir(pid=0, of_pid=1001)
+    world.d.feed(inputs.ProcessesNow(world.now_s, 1, (1001,), (unseen,)))
     assert kinds(stage) == []
     world.d.lease(tokens((1, 40)))
     found = only(stage)
@@ -255,7 +256,8 @@ def test_a_session_kept_open_by_another_process_is_told_with_what_it_holds():
     assert found.evidence == sentence_of(
         "a session kept open by another process is told with what it holds 1"
     )
-    world.d.feed(inputs.ClientJoined(world.now_s, 1, "", 1002))
+    heir = inputs.Heir(pid=1002, of_pid=1001)
+    world.d.feed(inputs.ProcessesNow(world.now_s, 1, (1002,), (heir,)))
     world.pass_time(1)
     found = only(stage)
 

@@ -91,6 +91,20 @@ def test_a_console_is_told_and_more_gravely_once_its_process_should_have_given_u
     assert "since 61.2 s, which was to end after 60.0 s" in evidence
 
 
+def test_the_oldest_mark_of_an_engine_is_the_first_that_is_told_whichever_process_waits(
+    engine: Engine,
+) -> None:
+    stage = Stage(engine.side)
+    for worker, rank, waited_us in ((1, 0, 2_000_000), (2, 1, 9_000_000), (1, 0, 3_000_000)):
+        waits(engine, worker=worker, rank=rank, waited_us=waited_us)
+    (told,) = [row["evidence"] for row in stage.rows("concerns").values()]
+    assert "rank 1 on cuda:0 since 9.0 s" in told
+    assert told.endswith(", and 2 more")
+    client = why(engine, "client", 1)
+    ages = [client.index(f"since {age} s") for age in ("9.0", "3.0", "2.0")]
+    assert ages == sorted(ages)
+
+
 @pytest.mark.parametrize("is_refused", [False, True])
 def test_it_is_over_when_the_mark_comes_whatever_becomes_of_the_copy(
     engine: Engine, *, is_refused: bool

@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from tests.cuda.double import NIXL, Double, compiled
 from tests.gpu.memory import device, host, runtime, stream
+from tests.support.garbage import collect_of_others
 from tests.transfer.conftest import Rig
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def nothing_is_held(request: pytest.FixtureRequest) -> Iterator[None]:
     if not isinstance(found, Double):
         yield
         return
+    # The collection below is for what this test has left, and finds what all before it have.
+    collect_of_others()
     kept = found.memory()
     yield
     found.let_go()

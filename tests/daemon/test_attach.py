@@ -18,6 +18,7 @@ import uvloop
 
 from kvd import __version__
 from kvd.client.attachment import Attachment, ask, dial, take_answer
+from kvd.core.inputs import Heir
 from kvd.core.layout.spec import Component, Mha, Nowhere, PageOrder, PoolSpec, Raw
 from kvd.daemon.attach import DEFAULT_LIMITS
 from kvd.daemon.session_entries import AttachLimits
@@ -65,6 +66,26 @@ WORDLESS = PROCESS.replace("sys.stdin.read()", "attachment._sock.close(); sys.st
 """It closes its connection and lives on, with the pool mapped."""
 
 
+HEIR = """
+import os, sys, time
+import select
+from kvd.client.attachment import ask, dial, take_answer
+from kvd.wire.attach import Join
+
+path, token = sys.argv[1:]
+sock = dial(path)
+ask(sock, Join(bytes.fromhex(token), rank=1, ranks=2))
+select.select([sock], [], [])
+attachment = take_answer(sock)
+child = os.fork()
+if child:
+    print(child, flush=True)
+sys.stdin.read()
+time.sleep(60)
+"""
+"""Joins as a rank; its child has its connection."""
+
+
 class Daemon(AttachListener):
     """A server on this loop, and everything it said to the reactor, in order."""
 
@@ -88,6 +109,9 @@ class Daemon(AttachListener):
 
     def hung_up_on(self, session: int, why: Refusal, pids: tuple[int, ...]) -> None:
         self.said.append(("hung up on", session, why.code, pids))
+
+    def rank_left(self, session: int, rank: int, ranks: int, pid: int) -> None:
+        self.said.append(("rank left", session, rank, ranks, pid))
 
     def refused(self, pid: int, why: Refusal) -> None:
         self.sent_away.append((pid, why.code))
@@ -479,6 +503,30 @@ async def test_a_session_that_is_hung_up_on_ends_with_its_last_process(daemon: D
             assert await until(lambda: daemon.said[-1] == ("gone", 1)) < 1
     assert refused == why
     assert len(daemon.said) == 5
+
+
+@with_daemon()
+async def test_nobody_speaks_for_a_rank_whose_forked_child_lives_until_another_joins(
+    daemon: Daemon,
+) -> None:
+    main = await daemon.attach(Attach("decode-0"))
+    with process(daemon, main.attached.token.hex(), HEIR) as dead:
+        child = int(await first_line(dead))
+        dead.kill()
+        await until(lambda: bool(daemon.server.left), within_s=20)
+        assert daemon.said[-1] == ("rank left", 1, 1, 2, dead.pid)
+        assert daemon.server.left[-1].heirs == (Heir(pid=child, of_pid=dead.pid),)
+        assert set(daemon.server.left[-1].pids) == {os.getpid(), child}
+        # One that takes its place is not the one that is gone.
+        again = await daemon.attach(Join(main.attached.token, rank=1, ranks=2))
+        os.kill(child, signal.SIGKILL)
+        await until(lambda: len(daemon.server._connections) == 2)
+        await until(lambda: set(daemon.server.left[-1].pids) == {os.getpid()})
+        assert sum(said[0] == "rank left" for said in daemon.said) == 1
+        again.close()
+        await until(lambda: sum(said[0] == "rank left" for said in daemon.said) == 2)
+    main.close()
+    await until(lambda: daemon.said[-1] == ("gone", 1))
 
 
 @with_daemon(AttachLimits(processes_per_session=2))

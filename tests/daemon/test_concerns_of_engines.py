@@ -79,8 +79,9 @@ def test_pages_of_a_dead_engine_whose_child_lives_are_told_until_they_are_free(f
         assert (found["severity"], found["kind"], found["subject"]) == (
             *("medium", "client-gone", "client:1"),  # high once a request waits for pages
         )
-        assert f"pid {engine.pid} of forker is gone" in str(found["evidence"])
-        assert [row["state"] for row in rows_of(client, "clients")] == ["gone"]
+        said = f"forker is kept by pid {child}, forked from pid {engine.pid}, which ended"
+        assert said in str(found["evidence"])
+        assert [row["state"] for row in rows_of(client, "clients")] == ["outlived"]
 
         os.kill(child, signal.SIGKILL)
 

@@ -14,6 +14,7 @@ from kvd.core.inputs import (
     ClientJoined,
     FromWorker,
     HungUpOn,
+    ProcessesNow,
     RankLeft,
     SessionWhole,
     Unreadable,
@@ -80,6 +81,8 @@ class ListenedAttach(AttachServer):
         """Connections of which it was said that they copy no more."""
         self.whole: list[int] = []
         """Sessions of before of which nobody is away."""
+        self.left: list[ProcessesNow] = []
+        """Who keeps a session, each time that it was said."""
         node = SimpleNamespace(
             settings=SimpleNamespace(name="node-a", incarnation=incarnation),
             sessions=SimpleNamespace(by_id=_AnySession(), may_write=lambda _: True),
@@ -105,6 +108,8 @@ class ListenedAttach(AttachServer):
             self.workers_gone.append(happened.worker)
         elif isinstance(happened, SessionWhole):
             self.whole.append(happened.session)
+        elif isinstance(happened, ProcessesNow):
+            self.left.append(happened)
         else:
             self._tell(happened)
 

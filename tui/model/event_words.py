@@ -41,7 +41,7 @@ TROUBLE = frozenset(
     {
         *("quarantined", "peer-suspect", "peer-lost", "peer-refused", "handshake-failed"),
         *("message-refused", "recording-ended", "violation-healed"),
-        *("drain-began", "peer-draining", "client-hung-up-on", "slow-path"),
+        *("drain-began", "peer-draining", "client-hung-up-on", "client-outlived", "slow-path"),
         *("tier-down", "tier-away", "cache-thrashing", "floor-broken"),
     }
 )
@@ -64,6 +64,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
         " with {held_pages} pages",
         "; {handoffs} handoffs given up",
     ),
+    "client-outlived": ("client {session} {name} outlives pid {pid}: kept by pid {pids}",),
     "client-returned": (
         "client {session} {name}, pid {pid}, is back",
         "; {kept} leases of before the restart still used",

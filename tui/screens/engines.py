@@ -46,8 +46,15 @@ LEASE_COLUMNS = (
 """Columns of the leases of one client that stay longest; whose they are, the caption says."""
 LEASES_HIDDEN = ("owner", "client", "pid")
 
-LETTERS = {"alive": "+", "gone": "!", "partly gone": "~", "awaited": "?", "hung up on": "x"}
-STATES: dict[str, Style] = {"alive": "ok", "gone": "bad"}
+LETTERS = {
+    "alive": "+",
+    "gone": "!",
+    "partly gone": "~",
+    "awaited": "?",
+    "hung up on": "x",
+    "outlived": "!",
+}
+STATES: dict[str, Style] = {"alive": "ok", "gone": "bad", "outlived": "bad"}
 
 
 def state(row: NamedRow) -> tuple[str, Style]:

@@ -55,6 +55,21 @@ def late_marks(subject: Subject) -> list[DoctorFinding]:
     return [poor("marks", clean(oldest.words), fix)]
 
 
+def outlived(subject: Subject) -> list[DoctorFinding]:
+    """Engines that are gone and whose pages other processes keep, as the running daemon knows."""
+    shot = running(subject)
+    return [
+        poor(
+            "engines",
+            clean(f"{client.held_pages} pages of {client.name} are kept by {client.outlived}"),
+            f"stop it, unless it still works for {clean(client.name)}; kvd why client "
+            f"{client.session} says more",
+        )
+        for client in (shot.clients if shot is not None else ())
+        if client.outlived
+    ]
+
+
 def service(subject: Subject) -> list[DoctorFinding]:
     """What systemd says of the unit, where systemd runs this host."""
     if not subject.has_systemd:

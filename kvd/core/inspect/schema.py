@@ -475,6 +475,8 @@ def _is_there(_: NodeView, one: ClientRow) -> str:
         return "hung up on"
     if one.session.is_former:
         return "awaited"
+    if one.session.is_outlived:
+        return "outlived"
     if not any(one.alive):
         return "gone"
     return "alive" if all(one.alive) else "partly gone"
@@ -497,7 +499,8 @@ CLIENT: StateTable[ClientRow, ClientState] = StateTable(
         "state",
         "state",
         _is_there,
-        "whether its processes run; awaited: of before the restart; hung up on: served no more",
+        "whether its processes run; awaited: of before the restart; hung up on: served no more; "
+        "outlived: others than its opener keep it",
     ),
     StateField("pids", "text", lambda _, one: " ".join(map(str, one.session.pids))),
     StateField("leases", "count", lambda _, one: len(one.leases)),
@@ -524,6 +527,9 @@ CLIENT: StateTable[ClientRow, ClientState] = StateTable(
     StateField("", "count", "session.id", wire="session"),
     StateField("", "text", lambda _, one: tuple(one.session.pids), wire="pids"),
     StateField("", "text", _is_served, wire="state"),
+    StateField(
+        "", "text", lambda node, one: one.session.told_outlived(node.out.at_s), wire="outlived"
+    ),
     StateField(
         "",
         "count",

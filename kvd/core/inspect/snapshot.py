@@ -76,9 +76,8 @@ def _late_marks(node: NodeView) -> Iterator[LateMark]:
     waiting: dict[tuple[int, str], list[MarkWait]] = {}
     for wait in node.engine_copies.marks:
         waiting.setdefault((wait.session, wait.device), []).append(wait)
-    for waits in waiting.values():
-        wait = min(waits, key=_since)
-        more = f", and {len(waits) - 1} more" if len(waits) > 1 else ""
+    for wait, *others in waiting.values():
+        more = f", and {len(others)} more" if others else ""
         yield LateMark(
             session=wait.session,
             lease=wait.lease,
@@ -86,12 +85,8 @@ def _late_marks(node: NodeView) -> Iterator[LateMark]:
             left_s=wait.until_s - at_s,
             words=f"{mark_words(node, wait)}{more}",
             device=wait.device,
-            orders=len(waits),
+            orders=1 + len(others),
         )
-
-
-def _since(wait: MarkWait) -> float:
-    return wait.since_s
 
 
 def totals(node: NodeView) -> Totals:

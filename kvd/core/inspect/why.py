@@ -521,7 +521,7 @@ def of_client(node: NodeView, number: int) -> Explanation | Refusal:
     waiting = [waiter for waiter in node.admission.queue if waiter.claim.session == number]
     facts = [_lease_fact(node, lease) for lease in biggest]
     if session is not None and session.hang_up is not None:
-        facts.insert(0, f"waits for {death_of(session)}")
+        facts.insert(0, f"waits for {death_of(node, session)}")
     if number in node.leases.by_word:
         facts.append(_counts_by_word(session))
     late = node.engine_copies.marks.of_session(number)
@@ -557,6 +557,8 @@ def _stands(session: Session, now_s: float) -> str:
     pids = ", ".join(map(str, session.pids))
     if session.is_former:
         return f" (pid {pids}) of before the restart, and has not come back for {age_s:.1f} s"
+    if session.is_outlived:
+        return f", kept by {session.told_outlived(now_s)}"
     return f" (pid {pids}), attached for {age_s:.1f} s"
 
 

@@ -86,7 +86,7 @@ def lease_waits_for(node: NodeView, lease: LeaseRecord) -> str:
         return node.decoder.quarantines.waits_for(lease)
     session = node.sessions.by_id.get(lease.session)
     if session is not None and session.hang_up is not None and ENGINE in lease.holders:
-        return death_of(session)
+        return death_of(node, session)
     if lease.state is LeaseStage.FORMER:
         return _former_waits_for(node, lease)
     if lease.state is not LeaseStage.RUNNING:
@@ -96,10 +96,10 @@ def lease_waits_for(node: NodeView, lease: LeaseRecord) -> str:
     return _running_waits_for(node, lease)
 
 
-def death_of(session: Session) -> str:
+def death_of(node: NodeView, session: Session) -> str:
     """What gives back the pages of a session that kvd hung up on, and why it did."""
     assert session.hang_up is not None
-    pids = " and ".join([f"pid {pid}" for pid in session.pids])
+    pids = " and ".join([session.told_pid(pid, node.out.at_s) for pid in session.pids])
     return f"{pids} to end, which may still write its pages: {session.hang_up.why.message}"
 
 
@@ -119,7 +119,8 @@ def _running_waits_for(node: NodeView, lease: LeaseRecord) -> str:
     if ARRIVAL in lease.holders:
         return "the prompt's KV to arrive"
     if ENGINE in lease.holders:
-        return ""
+        session = node.sessions.by_id.get(lease.session)
+        return session.told_outlived(node.out.at_s) if session is not None else ""
     if FETCH in lease.holders:
         return "the last copy into its device buffer"
     if COPY in lease.holders:

@@ -61,6 +61,10 @@ class MarkWait:
         )
 
 
+def _since(wait: MarkWait) -> float:
+    return wait.since_s
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class MarkWaits:
     """Those of all engines, by the process and the number it gave them; a few, or none."""
@@ -71,9 +75,10 @@ class MarkWaits:
         self._out = out
 
     def __iter__(self) -> Iterator[MarkWait]:
-        """Each of them, of a process the oldest first."""
-        for waits in self.by_worker.values():
-            yield from waits.values()
+        """Each of them, the oldest first."""
+        # Of a process they come in any order too: one that waits for longer may be told later.
+        waits = [wait for own in self.by_worker.values() for wait in own.values()]
+        return iter(sorted(waits, key=_since))
 
     def of_lease(self, lease: int) -> list[MarkWait]:
         """Those that are to copy its pages."""

@@ -56,11 +56,20 @@ class HolderView(Protocol):
 
 
 def owner_of(held_in: HolderView, session: int) -> tuple[str, int]:
-    """Name and first pid of a session; a dead one says so."""
+    """Name of a session and the first pid of those that keep it; a dead one says so."""
     if not session:
         return "kvd", 0
     found = held_in.sessions.by_id.get(session)
     return (found.name, found.pids[0]) if found else (f"session {session} (gone)", 0)
+
+
+def told_owner(held_in: HolderView, session: int) -> str:
+    """Name and process of a session; of one that outlives its engine, whose it is."""
+    found = held_in.sessions.by_id.get(session)
+    if found is not None:
+        return f"{found.name} ({found.told_keeper(held_in.out.at_s)})"
+    name, pid = owner_of(held_in, session)
+    return f"{name} (pid {pid})"
 
 
 def name_of(held_in: HolderView, session: int) -> str:
@@ -75,14 +84,14 @@ def name_of(held_in: HolderView, session: int) -> str:
 
 def describe_holder(held_in: HolderView, lease: LeaseRecord) -> str:
     """A lease as one short phrase."""
-    name, pid = owner_of(held_in, lease.session)
+    owner = told_owner(held_in, lease.session)
     shunned = hung_up_words(held_in, lease)
     if lease.state is LeaseStage.FORMER:
-        former = f"lease {lease.id} of {name} (pid {pid}), {said_of_former(held_in, lease)}"
+        former = f"lease {lease.id} of {owner}, {said_of_former(held_in, lease)}"
         return f"{former}, {shunned}" if shunned else former
     room = f" room {lease.room}" if lease.room else ""
     age_s = held_in.out.at_s - lease.since_s
-    said = f"lease {lease.id} of {name} (pid {pid}) for {lease.reason}{room}, {age_s:.1f} s"
+    said = f"lease {lease.id} of {owner} for {lease.reason}{room}, {age_s:.1f} s"
     if COPY in lease.holders and ENGINE not in lease.holders:
         said += ", let go of and still copied"
     return f"{said}, {shunned}" if shunned else said

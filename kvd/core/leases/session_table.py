@@ -16,7 +16,7 @@ from kvd.errors import Code, Refusal
 from kvd.wire import events
 
 if TYPE_CHECKING:
-    from kvd.core.inputs import ClientJoined, FormerSession
+    from kvd.core.inputs import ClientJoined, FormerSession, ProcessesNow
     from kvd.core.outbox import Outbox
 
 
@@ -46,8 +46,8 @@ class Session:
     """One engine: its name, and the processes that map the pool for it."""
 
     __slots__ = (
-        *("dead_ranks", "hang_up", "id", "is_former", "is_whole", "keeps_blocks", "kind", "name"),
-        *("pids", "prompts", "since_s"),
+        *("dead_ranks", "ended", "hang_up", "heirs", "id", "is_former", "is_whole"),
+        *("keeps_blocks", "kind", "name", "opener", "pids", "prompts", "since_s"),
     )
 
     def __init__(
@@ -58,6 +58,13 @@ class Session:
         self.kind = ""
         """What the engine is, as it says: ``vllm 0.32.0``; empty where it does not say."""
         self.pids: list[int] = []
+        """Of its processes, as they came; of one that is dead and has heirs, theirs."""
+        self.opener = 0
+        """Of the process that opened it, or came back for it: it alone ends leases."""
+        self.heirs: dict[int, int] = {}
+        """Forked children that have the connection of a process that is dead: pid to its pid."""
+        self.ended: dict[int, float] = {}
+        """The opener and those with heirs: when each was found gone, while others are here."""
         self.since_s = since_s
         self.dead_ranks: dict[int, DeadRank] = {}
         """By rank; one that speaks again is none."""
@@ -75,6 +82,41 @@ class Session:
         """One more process of it, or one that was known from before the restart."""
         if pid not in self.pids:
             self.pids.append(pid)
+
+    @property
+    def is_outlived(self) -> bool:
+        """Whether its opener is gone for good: what it holds is free when the others end."""
+        return self.opener in self.ended and not self.is_former and self.hang_up is None
+
+    def told_pid(self, pid: int, at_s: float) -> str:
+        """A process of it, and what makes it one where it has not come by itself."""
+        parent = self.heirs.get(pid, pid)
+        if parent not in self.ended:
+            return f"pid {pid}"
+        ended = f"pid {parent}, which ended {at_s - self.ended[parent]:.1f} s ago"
+        return ended if pid == parent else f"pid {pid}, forked from {ended}"
+
+    def told_keeper(self, at_s: float) -> str:
+        """The first of its processes, and that its opener is gone where others outlive it."""
+        first = self.pids[0]
+        said = self.told_pid(first, at_s)
+        if not self.is_outlived or self.opener in {first, self.heirs.get(first)}:
+            return said
+        gone_s = at_s - self.ended[self.opener]
+        return f"{said}; pid {self.opener}, which opened it, ended {gone_s:.1f} s ago"
+
+    def told_outlived(self, at_s: float) -> str:
+        """Who keeps it though its opener is gone, and what ends that; empty where that is here."""
+        if not self.is_outlived:
+            return ""
+        more = f" and {len(self.pids) - 1} more" if len(self.pids) > 1 else ""
+        return f"{self.told_keeper(at_s)}{more}: {self.told_stop()}"
+
+    def told_stop(self) -> str:
+        """Which processes to stop, so that what it holds is free."""
+        if self.opener in self.pids:
+            return "stop what it has forked (ss -xp as root names it)"
+        return f"stop {' and '.join([f'pid {pid}' for pid in self.pids])}"
 
 
 class SessionTable:
@@ -108,17 +150,42 @@ class SessionTable:
         session = self.by_id.get(got.session)
         if session is None:
             session = self._open(got.session, got.name)
+            session.opener = got.pid
         session.saw(got.pid)
         session.kind = session.kind or got.kind
         if got.keeps_blocks:
             self.keeps_blocks(session)
         self._out.emit(events.ClientAttached(session=session.id, name=session.name, pid=got.pid))
 
+    def kept_by(self, got: ProcessesNow) -> None:
+        """Processes of it are gone, and these are left."""
+        session = self.by_id.get(got.session)
+        if session is None:
+            return
+        left = [pid for pid in session.pids if pid in got.pids]
+        session.pids = left + [pid for pid in got.pids if pid not in left] or session.pids
+        session.heirs = {heir.pid: heir.of_pid for heir in got.heirs if heir.pid}
+        gone = {heir.of_pid for heir in got.heirs}
+        if session.opener not in got.pids:
+            gone.add(session.opener)
+        was_outlived = session.is_outlived
+        session.ended = {pid: session.ended.get(pid, got.at_s) for pid in sorted(gone)}
+        if session.is_outlived and not was_outlived:
+            self._out.emit(
+                events.ClientOutlived(
+                    session=session.id,
+                    name=session.name,
+                    pid=session.opener,
+                    pids=tuple(session.pids),
+                )
+            )
+
     def awaits(self, former: FormerSession) -> None:
         """It was there before the restart; its engine may come back."""
         session = self._open(former.id, former.name)
         # At least one: what is told of its end names the last.
         session.pids = list(former.pids) or [0]
+        session.opener = session.pids[0]
         session.keeps_blocks = former.keeps_blocks
         session.is_former = True
         session.is_whole = False

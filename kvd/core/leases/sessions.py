@@ -127,6 +127,7 @@ class Sessions:
         # Before the unproven pages are looked at: as long as it counts as former it may read them.
         session.is_former = False
         session.saw(got.pid)
+        session.opener = got.pid
         session.kind = got.kind
         former = self._former_leases.of_session(session.id)
         session.keeps_blocks = session.keeps_blocks or got.keeps_blocks
