@@ -111,7 +111,7 @@ class OverviewPage(Page):
     @override
     def show(self, snapshot: DaemonSnapshot) -> None:
         vitals = snapshot.vitals
-        for table in self.query(WindowedTable):  # those that are not to be seen have to know
+        for table in self._tables:  # those that are not to be seen have to know
             table.show(snapshot)
         self.query_one(PoolTable).show(snapshot)
         if vitals is not None and self.size.width and self.size.height:

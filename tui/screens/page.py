@@ -108,11 +108,10 @@ class Page(Container, can_focus=True):
         super().__init__(id=f"page-{self.NAME}")
         self._heights: dict[str, int] = {}
         self._tables: list[WindowedTable] = []
+        """Looked up once: asked for several times a frame."""
 
     def tables(self) -> list[WindowedTable]:
         """Every table that can be seen."""
-        if not self._tables:  # looked up once: asked several times a frame
-            self._tables = list(self.query(WindowedTable))
         return [table for table in self._tables if table.display]
 
     def table(self) -> WindowedTable | None:
@@ -122,7 +121,7 @@ class Page(Container, can_focus=True):
 
     def activate(self, table: WindowedTable) -> None:
         """Keys are about this table from now on."""
-        for other in self._tables or self.tables():
+        for other in self._tables:
             other.is_active = other is table
             other.redraw()
 
@@ -135,6 +134,7 @@ class Page(Container, can_focus=True):
 
     def on_mount(self) -> None:
         """Keys are about the first table, until another is chosen."""
+        self._tables = list(self.query(WindowedTable))
         self.action_next_table()
 
     def queries(self) -> tuple[Slot, ...]:
