@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.binding import Binding
-from textual.containers import Container
 from textual.message import Message
 from typing_extensions import override
 
 from kvd.wire.console import Filter
 from tui.model.commands import PAGES, RULES
-from tui.widgets.canvas import console
+from tui.widgets.canvas import Ground, console
 from tui.widgets.table import HEAD_LINES, WindowedTable
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ ON_A_ROW = frozenset({"handoffs", "propose", "pages_of"})
 MOVES = frozenset({"move", "screen", "shift", "home", "end"})
 
 
-class Page(Container, can_focus=True):
+class Page(Ground, can_focus=True):
     """One page: what it wants to know while it is visible, and how it shows it.
 
     Whatever its keys do is an action of it or of the console; it has the focus while it is visible.

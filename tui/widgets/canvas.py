@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
+from textual.containers import Container
 from textual.content import Content
 from textual.geometry import Region, Size
 from textual.strip import Strip
@@ -171,6 +172,25 @@ class Canvas(Widget, can_focus=False):
             segments = each.apply(segments, self.background_colors[1])
         made = self._looks[style, under] = segments[0].style or look
         return made
+
+
+class Ground(Container):
+    """What widgets stand on: all its lines are alike, and made once."""
+
+    _blank: tuple[object, list[Strip]] | None = None
+
+    @override
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self._blank = None
+
+    @override
+    def render_lines(self, crop: Region) -> list[Strip]:
+        made_for = (self.app.theme, crop.x, crop.width)
+        if self._blank is None or self._blank[0] != made_for:
+            line = super().render_lines(Region(crop.x, 0, crop.width, 1))
+            self._blank = made_for, line
+        return self._blank[1] * crop.height
 
 
 def _at(lines: Sequence[Line], at: int) -> Line | None:
