@@ -9,7 +9,7 @@ from kvd.console.concerns import Worry, concerns, worry
 from kvd.core import inputs
 from kvd.core.audit.audit import EVERY_S
 from kvd.errors import Code, Refusal
-from kvd.text import amount
+from kvd.types import amount
 from kvd.wire import admin, client
 from kvd.wire.peer import Closed
 from kvd.wire.snapshot import RecorderState
