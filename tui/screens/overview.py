@@ -130,7 +130,7 @@ class OverviewPage(Page):
         pool_lines = pools.needed_lines
 
         failed = self.query_one(FailedHandoffs)
-        most = 2 if is_small else 3 if height < CHARTS_FROM_LINES else 8
+        most = 1 if is_small else 3 if height < CHARTS_FROM_LINES else 8
         room = height - self._give(failed, failed.needs(most), height)
         kept = 0 if is_small else flow + pool_lines
         room -= self._give(self.problems, self.problems.fit_into(max(3, room - kept)), room)
