@@ -15,7 +15,6 @@ import msgspec
 if TYPE_CHECKING:
     from kvd.wire.snapshot import RoomState
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _THOUSANDS = ("", "k", "M", "G", "T", "P", "E")
 _BINARY = ("B", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
 _PLAIN_COUNT = 99_999
@@ -45,16 +44,6 @@ def endpoint_flaw(text: str) -> str | None:
         "ipc:///run/kvd/admin.sock (sockets.admin of the daemon), and for a daemon elsewhere run "
         "this command on its host"
     )
-
-
-def amount(size_bytes: int) -> str:
-    """Bytes in the largest binary unit that leaves at least 1."""
-    value = float(size_bytes)
-    for unit in _UNITS:
-        if value < 1024 or unit == _UNITS[-1]:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError("the last unit takes everything")
 
 
 def counted(count: float, noun: str) -> str:

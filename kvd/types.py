@@ -63,9 +63,23 @@ class Sent(enum.Enum):
     """Not sent: nobody is connected there any more, or this socket is closed."""
 
 
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+"""Of sizes that people read."""
+
+
 def short(incarnation: str) -> str:
     """Enough of an incarnation to tell it from another one: the start of its random half."""
     return incarnation[16:24]
+
+
+def amount(size_bytes: int) -> str:
+    """Bytes in the largest binary unit that leaves at least 1."""
+    value = float(size_bytes)
+    for unit in UNITS:
+        if value < 1024 or unit == UNITS[-1]:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("the last unit takes everything")
 
 
 def count(ids: bytes) -> int:

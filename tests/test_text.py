@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.text import amount, bar, clean, duration, endpoint_flaw, event_line, progress, room, share
+from kvd.text import bar, clean, duration, endpoint_flaw, event_line, progress, room, share
+from kvd.types import amount
 from kvd.wire.events import MessageRefused
 from tests.cli.admin_peer import ROOM
 

@@ -17,7 +17,6 @@ from textual import events
 from textual._xterm_parser import XTermParser
 from textual.app import App, SystemCommand
 from textual.binding import Binding
-from textual.containers import Horizontal
 from textual.drivers.linux_driver import LinuxDriver
 from textual.widgets import ContentSwitcher, Tab, Tabs
 from typing_extensions import override
@@ -33,6 +32,7 @@ from tui.model.snapshots import differences
 from tui.screens import ALL, page_of
 from tui.themes import HIGH_CONTRAST, THEMES, texts_of
 from tui.widgets import head as heads
+from tui.widgets.canvas import Ground
 from tui.widgets.card import ELSEWHERE, Card, CardContent, question
 from tui.widgets.commandbar import CommandBar
 
@@ -217,6 +217,8 @@ class KvdTui(App[None], inherit_bindings=False):
         self._switcher = ContentSwitcher(self.page, id="pages", initial=self.page.id)
         self._pages = {first: self.page}
         self._seen: tuple[object, ...] = ()
+        self._busy_s = time.thread_time()
+        """When the last frame was begun, in time of the processor."""
         self._can: tuple[object, ...] = ()
         """What decides which keys mean something, as of the last look."""
         self._noticed: Notice | None = None
@@ -241,7 +243,7 @@ class KvdTui(App[None], inherit_bindings=False):
     def compose(self) -> ComposeResult:
         yield self._head
         yield self._tabs
-        with Horizontal(id="body"):
+        with Ground(id="body"):
             yield self._switcher
             yield self.card
         yield self.bar
@@ -311,7 +313,6 @@ class KvdTui(App[None], inherit_bindings=False):
         """Paint what differs from what is there."""
         if not self.is_running:
             return
-        start_s = time.thread_time()  # others at work on this machine are no reason to ask rarely
         self.traffic.take(self.mirror.history.newest.tables.get(ALL_PEERS))
         self._paint_frame()
         snapshot = self.snapshot
@@ -319,11 +320,12 @@ class KvdTui(App[None], inherit_bindings=False):
         seen = (self.mirror.frames, snapshot.heard_s, *state)
         if seen != self._seen:
             self._seen = seen
+            was_s, self._busy_s = self._busy_s, time.thread_time()
+            self.link.painted(self._busy_s - was_s)  # its own: others at work are no reason to wait
             self.page.show(snapshot)
             if self._sought and self.page.seek(self._sought):
                 self._sought = ""
             self.hurry()
-            self.call_after_refresh(self._painted, start_s)
         if self._ahead and not (self._is_coming or self.bar.is_entering):
             self.call_later(self._take_ahead)
 
@@ -335,9 +337,6 @@ class KvdTui(App[None], inherit_bindings=False):
         ago = age(snapshot.now_s - before.now_s)
         when = self.time_of_day(before.now_s)
         return f"since {when}, {ago} ago:", *differences(before, snapshot)
-
-    def _painted(self, start_s: float) -> None:
-        self.link.painted(time.thread_time() - start_s)
 
     def hurry(self) -> None:
         """Ask soon, if something else is wanted than before."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
 from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
@@ -91,22 +90,20 @@ class Link:
         self._arrived: asyncio.Queue[bytes] = asyncio.Queue()
         """Frames of that look; those of an earlier one are dropped."""
         self._hurry = asyncio.Event()
-        self._paint_s = self._work_s = 0.0
+        self._paint_s = 0.0
         self._trip_s = 0.0
 
     @property
     def interval_s(self) -> float:
         """How often a frame is wanted at present: at ``fps``, or as this terminal and way allow."""
-        return max(
-            1.0 / self.fps, SHARE * (self._paint_s + self._work_s), WIRE_SHARE * self._trip_s
-        )
+        return max(1.0 / self.fps, SHARE * self._paint_s, WIRE_SHARE * self._trip_s)
 
     def hurry(self) -> None:
         """Something else is wanted: do not wait for the next frame to be due."""
         self._hurry.set()
 
     def painted(self, took_s: float) -> None:
-        """A screen was painted; frames come more rarely where that takes long."""
+        """A frame was read and painted; others come more rarely where that takes long."""
         self._paint_s += SMOOTH * (took_s - self._paint_s)
 
     async def run(self) -> None:
@@ -226,10 +223,7 @@ class Link:
             heard_s = _now_s()
             if count == 1:
                 self._trip_s += SMOOTH * (min(heard_s - begun_s, ANSWER_S) - self._trip_s)
-            busy_s = time.thread_time()
-            is_fit = self._take(raw, heard_s)
-            self._work_s += SMOOTH * (time.thread_time() - busy_s - self._work_s)
-            if not is_fit or self._is_over(look, wanted):
+            if not self._take(raw, heard_s) or self._is_over(look, wanted):
                 break
         left_s = heard_s + self.interval_s - _now_s()
         if left_s > 0 and not self._hurry.is_set():

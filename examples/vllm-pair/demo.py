@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvd.client import KvdError
 from kvd.harness.daemons import DaemonFailed, DaemonProcess, free_port, is_linked
-from kvd.text import amount
+from kvd.types import amount
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -38,7 +38,8 @@ from kvd.families.keys import MAX_PAGES
 from kvd.families.model import Model, NotPlanned, model_of
 from kvd.families.sharding import SHARD_KEYS
 from kvd.pools.build import device_bytes
-from kvd.text import amount, clean
+from kvd.text import clean
+from kvd.types import amount
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -124,8 +125,8 @@ def _pool_in_words(spec: PoolSpec) -> str:
         kv = spec.components[0]
         tokens = (spec.pages[0] - 1) * kv.page_size
         return (
-            f"{spec.name} counts {tokens} tokens and holds 0 bytes; a placeholder of one page has "
-            f"{page_bytes(kv)}"
+            f"{spec.name} counts {tokens} tokens and holds 0 B; a placeholder of one page has "
+            f"{amount(page_bytes(kv))}"
         )
     counts = [f"{spec.pages[spec.index(component.name)]} pages" for component in budgets(spec)]
     names = [component.name for component in budgets(spec)]
@@ -389,9 +390,9 @@ def _vllm_told(file: Path, wanted: VllmPlanRequest, made: VllmPlan) -> Iterator[
     if wanted.stages > 1:
         of_each += f", in each of {wanted.stages} stages"
     yield (
-        f"a block of {wanted.block_size} tokens has {made.page_bytes} bytes in each of {of_each}, "
-        f"{amount(made.block_bytes)} in all; {made.pages} pages hold {made.tokens} tokens in "
-        f"{amount(made.pages * made.block_bytes)}"
+        f"a block of {wanted.block_size} tokens has {amount(made.page_bytes)} in each of "
+        f"{of_each}, {amount(made.block_bytes)} in all; {made.pages} pages hold {made.tokens} "
+        f"tokens in {amount(made.pages * made.block_bytes)}"
     )
     yield "\n".join(["not known from here:", *(f"    {line}" for line in made.unknown)])
     model = file.parent if file.name == "config.json" else file

@@ -18,7 +18,7 @@ from kvd.families import FAMILIES
 from kvd.families.budget import size_bytes
 from kvd.families.model import NotPlanned
 from kvd.storage.sizes import object_bytes
-from kvd.text import amount
+from kvd.types import amount
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

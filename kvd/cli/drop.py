@@ -15,7 +15,7 @@ from kvd.daemon.warm_restart import place_of
 from kvd.pools.arena import NotReserved
 from kvd.pools.file_memory import left_over, open_directory
 from kvd.pools.location import Backing
-from kvd.text import amount
+from kvd.types import amount
 
 if TYPE_CHECKING:
     from pathlib import Path

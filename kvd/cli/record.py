@@ -19,8 +19,8 @@ from kvd.cli.exits import VerbFailed
 from kvd.cli.link import CALL, Target, ask, with_target
 from kvd.cli.options import with_format
 from kvd.recorder import recording, replay
-from kvd.text import amount, clean, duration, event_line
-from kvd.types import short
+from kvd.text import clean, duration, event_line
+from kvd.types import amount, short
 from kvd.wire.admin import Record, Recorded
 from kvd.wire.events import Event
 

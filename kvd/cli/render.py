@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.core.layout.shards import span
-from kvd.text import amount, bar, clean, counted, duration, progress, room
-from kvd.types import short
+from kvd.text import bar, clean, counted, duration, progress, room
+from kvd.types import amount, short
 from kvd.wire.page_address import in_words
 
 if TYPE_CHECKING:
@@ -634,8 +634,9 @@ def other_ends(ends: Iterable[OtherEnd]) -> RenderableType:
         lines.append(
             said(
                 f"  prompt {end.prompt_tokens} tokens, decode_prefix_len {end.decode_prefix_len}, "
-                f"{end.moved_bytes} of {end.total_bytes} bytes moved, {end.outstanding_posts} "
-                f"posts under way, {end.deadline_in_s:.1f} s to its deadline"
+                f"{amount(end.moved_bytes)} of {amount(end.total_bytes)} moved, "
+                f"{end.outstanding_posts} posts under way, "
+                f"{end.deadline_in_s:.1f} s to its deadline"
             )
         )
         lines += [said(f"  {mark.ago_s:.3f} s ago: {mark.what}") for mark in end.marks]

@@ -10,7 +10,8 @@ from kvd.cli import render
 from kvd.cli.link import Target, with_target
 from kvd.cli.look import snapshot
 from kvd.cli.options import with_format
-from kvd.text import amount, counted
+from kvd.text import counted
+from kvd.types import amount
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

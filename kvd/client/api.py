@@ -760,7 +760,7 @@ def connect(
             others of the same user join this session by it, also those that ask before it is there.
         expects: what the pool must be for this engine, by keys of ``[pool]``: ``family``,
             ``order``, ``interior``, ``tag``, ``page_size``.
-        kind: what the engine is, for whoever looks: ``vllm 0.32.0``.
+        kind: what the engine is, for whoever looks: ``vllm 0.32.0``. Left out: ``kvd.client``.
         within_s: how long a daemon that is stopped or busy may take to answer; then it raises
             ``unreachable``.
 

@@ -433,7 +433,10 @@ def ask(sock: socket.socket, request: Attach | Join) -> None:
     Raises:
         KvdError: ``too-large`` when it names more leases than fit into one packet.
     """
-    packet = ATTACH_REQUESTS.encode(replace(request, version=__version__))
+    request = replace(request, version=__version__)
+    if isinstance(request, Attach) and not request.kind:
+        request = replace(request, kind=f"kvd.client {__version__}")
+    packet = ATTACH_REQUESTS.encode(request)
     if len(packet) > _SMALL_REQUEST_BYTES:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REQUEST_BUFFER_BYTES)
     try:

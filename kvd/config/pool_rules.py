@@ -38,6 +38,7 @@ from kvd.families.sharding import (
     ranks_here,
     shard_count,
 )
+from kvd.types import amount
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -222,7 +223,7 @@ def _pool_fits(config: Config) -> Iterator[Breach]:
     n_shards = shard_count(pool)
     block = block_bytes(parts, n_shards)
     if counts_of(pool, parts)[0] < 2:
-        rule = f"must hold at least 2 pages, and one page of this pool takes {block} bytes"
+        rule = f"must hold at least 2 pages, and one page of this pool takes {amount(block)}"
         if n_shards > 1:
             rule += f" in its {n_shards} shards"
         yield Breach("pool.size", rule, f"give at least {-(-2 * block // 1024)}KiB")
@@ -254,8 +255,8 @@ def _both_fit(config: Config) -> Iterator[Breach]:
         if not isinstance(other.extent, Buffer):  # which lies in other memory than pool.size
             needed += least * page_bytes(other)
         rule = (
-            f"must hold at least 2 pages of kv ({block} bytes each) and {least} of {other.name} "
-            f"({page_bytes(other)} bytes each)"
+            f"must hold at least 2 pages of kv ({amount(block)} each) and {least} of {other.name} "
+            f"({amount(page_bytes(other))} each)"
         )
         yield Breach("pool.size", rule, f"give at least {-(-needed // 1024)}KiB, or set {key}")
 

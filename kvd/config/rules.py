@@ -23,6 +23,7 @@ from kvd.families import FAMILIES, POOLS, Breach
 from kvd.families.budget import size_bytes
 from kvd.families.family import TextRule, text_rule
 from kvd.families.sharding import layers_of, ranks_of
+from kvd.types import amount
 from kvd.wire.bounds import NAMESPACE_CHARS
 
 if TYPE_CHECKING:
@@ -355,7 +356,8 @@ def _prompt_in_frame(config: Config) -> Iterator[Breach]:
     """The tokens of a prompt travel as one frame of 4 bytes each."""
     needed = 4 * config.limits.max_prompt_tokens + FRAME_OVERHEAD_BYTES
     if needed > config.limits.max_frame_bytes:
-        rule = f"must hold limits.max_prompt_tokens at 4 bytes each and {FRAME_OVERHEAD_BYTES} more"
+        more = amount(FRAME_OVERHEAD_BYTES)
+        rule = f"must hold limits.max_prompt_tokens at 4 B each and {more} more"
         yield Breach("limits.max_frame_bytes", rule, f"give at least {needed}")
 
 

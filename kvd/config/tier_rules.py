@@ -13,6 +13,7 @@ from kvd.families import POOLS, Breach
 from kvd.families.budget import block_bytes, size_bytes
 from kvd.families.family import among
 from kvd.families.sharding import shard_count
+from kvd.types import amount
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,7 +98,7 @@ def _page_moves(config: Config) -> Iterator[Breach]:
     moving = {_DISK: config.tiers_disk.max_moving, _STORE: config.tiers_store.max_moving}
     for _, section in _places(config):
         if (size_bytes(moving[section]) or 0) < page_bytes:
-            rule = f"must hold one page of this pool, which takes {page_bytes} bytes"
+            rule = f"must hold one page of this pool, which takes {amount(page_bytes)}"
             fix = f"give at least {-(-page_bytes // 1024)}KiB"
             yield Breach(f"{section}.max_moving", rule, fix)
 

@@ -17,6 +17,7 @@ import msgspec
 from kvd.config.plan import checked_pool
 from kvd.config.render import as_file
 from kvd.families.model import Model, ModelFacts, NotPlanned, facts_of, model_of
+from kvd.types import amount
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -124,8 +125,8 @@ def vllm_plan(config: Mapping[str, object], wanted: VllmPlanRequest) -> VllmPlan
     pool |= {"tp_size": shards} if shards > 1 else {"backing": "shm"}
     if pages < 2:
         raise NotPlanned(
-            f"a block of {wanted.block_size} tokens has {block_bytes} bytes, so "
-            f"{wanted.memory_bytes} bytes hold {pages} of them: give it more memory"
+            f"a block of {wanted.block_size} tokens has {amount(block_bytes)}, so "
+            f"{amount(wanted.memory_bytes)} hold {pages} of them: give it more memory"
         )
     checked_pool(pool, {})
     return VllmPlan(

@@ -42,7 +42,8 @@ from kvd.core.inspect.rows import waiting_rows
 from kvd.core.inspect.schema import StateField, client_ref
 from kvd.core.inspect.words import asked_word, asker_name, epochs_words
 from kvd.core.peers.peer import Agent, Life
-from kvd.text import amount, counted
+from kvd.text import counted
+from kvd.types import amount
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from kvd.console.holders import biggest_owners
+from kvd.types import amount
 from kvd.wire import events
 from kvd.wire.admin import AdminFailed, Because, Mark, Why
 from kvd.wire.console import Latency, Sources
@@ -171,7 +172,7 @@ class Failure(NamedTuple):
             sentence=f"{part_ref(end)} of room {end.room} {way} failed "
             f"{now_s - end.at_s:.1f} s ago, after {end.took_s:.3f} s: {why}",
             facts=(
-                f"{end.moved_bytes} bytes had moved",
+                f"{amount(end.moved_bytes)} had moved",
                 f"prompt {end.prompt_tokens} tokens, {end.decode_prefix_len} cached before",
             ),
             links=(f"room:{end.room}", *([f"peer:{end.peer}"] if end.peer else [])),

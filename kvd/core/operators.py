@@ -35,7 +35,7 @@ from kvd.core.inspect.why import holders
 from kvd.core.layout.spec import device_number, has_bytes
 from kvd.core.leases.epochs import EpochAnswer, begin_epoch
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, NULL_PAGE, pack_ids, short
+from kvd.types import ID_BYTES, NULL_PAGE, amount, pack_ids, short
 from kvd.wire import admin
 
 if TYPE_CHECKING:
@@ -388,7 +388,7 @@ def fence(node: NodeView, got: admin.Fence) -> VerbPlan:
     ]
     notes = [
         f"room {part.room}: receive {part.id} from {part.peer} is cut, "
-        f"{part.moved_bytes} of {part.total_bytes} bytes had arrived"
+        f"{amount(part.moved_bytes)} of {amount(part.total_bytes)} had arrived"
         for part in receives[:MAX_NOTES]
     ]
     notes += [

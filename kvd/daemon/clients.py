@@ -19,7 +19,7 @@ from typing_extensions import override
 from kvd.core import effects
 from kvd.core.inputs import FromClient, Unreadable
 from kvd.errors import Code, Refusal
-from kvd.types import NO_TOKENS, Sent, Tokens
+from kvd.types import NO_TOKENS, Sent, Tokens, amount
 from kvd.wire import client
 from kvd.wire.codec import (
     CLIENT_REPLIES,
@@ -255,7 +255,7 @@ class ClientPort(ListenerOwner):
         refusal = Refusal(
             Code.CLIENT_GONE,
             f"session {session} has left {bounds.backlog_messages} messages of the daemon "
-            f"unread, or {bounds.backlog_bytes} bytes of them, so the next could not be "
+            f"unread, or {amount(bounds.backlog_bytes)} of them, so the next could not be "
             "sent: it is served no more, and what its processes may write stays held until they "
             "leave or end; close it, attach anew and read every answer",
             side=self._reactor.node.settings.name,

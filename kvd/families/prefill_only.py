@@ -16,6 +16,7 @@ from kvd.families.components import kv
 from kvd.families.family import PoolFamily, RefusedKey
 from kvd.families.keys import PoolSection
 from kvd.families.mha import plan_keys
+from kvd.types import amount
 
 if TYPE_CHECKING:
     from kvd.core.layout.spec import PoolSpec
@@ -48,7 +49,7 @@ def _note(_model: Model, spec: PoolSpec) -> str:
     return (
         f"tokens are counted and take no byte, which would be "
         f"{page_bytes(first) // first.page_size} each in family mha; a placeholder of one page has "
-        f"{page_bytes(first)} bytes"
+        f"{amount(page_bytes(first))}"
     )
 
 

@@ -32,7 +32,7 @@ from kvd.transfer.nixl import NixlUnusable
 from kvd.transfer.orders import UNSTAMPED
 from kvd.transfer.paths import SeenPaths
 from kvd.transfer.plans import found, plan
-from kvd.types import count
+from kvd.types import amount, count
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
@@ -383,7 +383,7 @@ class PostQueue:
             self._staging.drop(running.packed)
         del self._open[running.post]
         self._turns = deque(other for other in self._turns if other is not running)
-        done = f"{running.moved_bytes} bytes had arrived"
+        done = f"{amount(running.moved_bytes)} had arrived"
         self._report(PostFailed(UNSTAMPED, running.post, f"{why}; {done}"))
 
 

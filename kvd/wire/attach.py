@@ -56,7 +56,7 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     keeps_blocks: bool = False
     """As ``KeepsBlocks`` says, of a session of before."""
     kind: Name = ""
-    """What the engine is, as its connector says: ``vllm 0.32.0``; empty: it does not say."""
+    """What the engine is, as its connector says: ``vllm 0.32.0``; without one ``kvd.client``."""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):

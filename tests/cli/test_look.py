@@ -384,7 +384,7 @@ def test_why_room_tells_the_other_ends_too(run, daemon):
         "prefill-0 holds it.",
         "at the other end of receive 4, prefill-0: streaming on the prefill side, waits for the "
         "engine to compute; heard in 0.4 ms",
-        "  prompt 100 tokens, decode_prefix_len 64, 128 of 896 bytes moved, 1 posts under way, "
+        "  prompt 100 tokens, decode_prefix_len 64, 128 B of 896 B moved, 1 posts under way, "
         "29.5 s to its deadline",
         "  0.250 s ago: await-engine -> streaming",
         "at the other end of send 2, decode-1: it has not answered within 1 s",

@@ -42,7 +42,7 @@ def test_check_says_what_would_be_served(file: Path) -> None:
         (POOLS["recurrent"], "main of 9 pages of kv and 3 pages of state"),
         (
             PREFILL_ONLY,
-            "main counts 128 tokens and holds 0 bytes; a placeholder of one page has 32768",
+            "main counts 128 tokens and holds 0 B; a placeholder of one page has 32.0 KiB",
         ),
     ],
 )

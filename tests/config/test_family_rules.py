@@ -212,8 +212,7 @@ def test_a_tensor_of_a_state_has_a_plain_name() -> None:
             [*POOLS["swa"], "pool.size=1MiB"],
             (
                 "pool.size",
-                "must hold at least 2 pages of kv (32768 bytes each) and 10 of swa (163840 bytes "
-                "each)",
+                "must hold at least 2 pages of kv (32.0 KiB each) and 10 of swa (160.0 KiB each)",
                 "give at least 1664KiB, or set pool.window_pages",
             ),
         ),
@@ -237,8 +236,7 @@ def test_a_tensor_of_a_state_has_a_plain_name() -> None:
             [*POOLS["recurrent"], "pool.states=90000"],
             (
                 "pool.size",
-                "must hold at least 2 pages of kv (32768 bytes each) and 90000 of state (912 bytes "
-                "each)",
+                "must hold at least 2 pages of kv (32.0 KiB each) and 90000 of state (912 B each)",
                 "give at least 80221KiB, or set pool.states",
             ),
         ),

@@ -499,7 +499,7 @@ def test_an_encoder_keeps_nothing() -> None:
     assert plan.parts[0].total_bytes == 0
     assert plan.note == (
         "tokens are counted and take no byte, which would be 196608 each in family mha; a "
-        "placeholder of one page has 3145728 bytes"
+        "placeholder of one page has 3.0 MiB"
     )
 
 
@@ -543,8 +543,8 @@ def test_a_memory_that_is_too_small_is_refused_in_the_words_of_the_check() -> No
 
     assert found == Unsuited(
         "mha",
-        'pool.size = "1MiB" must hold at least 2 pages, and one page of this pool takes 2097152 '
-        "bytes: give at least 4096KiB",
+        'pool.size = "1MiB" must hold at least 2 pages, and one page of this pool takes 2.0 MiB: '
+        "give at least 4096KiB",
     )
 
 

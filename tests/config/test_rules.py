@@ -97,7 +97,7 @@ def test_rules_refuse_a_pool_of_less_than_two_pages() -> None:
     assert findings("pool.size=63KiB") == [
         (
             "pool.size",
-            "must hold at least 2 pages, and one page of this pool takes 32768 bytes",
+            "must hold at least 2 pages, and one page of this pool takes 32.0 KiB",
             "give at least 64KiB",
         )
     ]
@@ -197,7 +197,7 @@ def test_rules_want_sizes_that_hold_each_other() -> None:
     assert findings("limits.max_frame_bytes=65536") == [
         (
             "limits.max_frame_bytes",
-            "must hold limits.max_prompt_tokens at 4 bytes each and 65536 more",
+            "must hold limits.max_prompt_tokens at 4 B each and 64.0 KiB more",
             "give at least 4259840",
         ),
         (

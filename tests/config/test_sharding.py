@@ -176,8 +176,7 @@ def test_each_shard_has_a_region_of_its_own() -> None:
         (
             ["pool.tp_size=2", "pool.size=1MiB", "pool.page_size=64"],
             "pool.size",
-            f"must hold at least 2 pages, and one page of this pool takes {4 * PAGE_BYTES} bytes "
-            "in its 2 shards",
+            "must hold at least 2 pages, and one page of this pool takes 4.0 MiB in its 2 shards",
             f"give at least {8 * PAGE_BYTES // 1024}KiB",
         ),
     ],

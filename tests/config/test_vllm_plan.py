@@ -148,7 +148,7 @@ def test_a_pool_whose_pages_are_blocks(config, how, layers, of_a_layer, argument
             {},
             "quantization_config.kv_cache_quant_algo",
         ),
-        (LLAMA_3_8B, {"memory_bytes": 2**20}, "a block of 16 tokens has 2097152 bytes"),
+        (LLAMA_3_8B, {"memory_bytes": 2**20}, "a block of 16 tokens has 2.0 MiB"),
     ],
 )
 def test_what_cannot_be_known_or_served_is_refused_and_not_guessed(config, how, told):
@@ -201,7 +201,7 @@ def test_the_command_takes_a_folder_or_a_file_and_prints_what_is_to_be_pasted(fo
         "pages": 4096,
         "backing": "shm",
     }
-    assert "131072 bytes in each of 32 layers, 4.0 MiB in all" in told.output
+    assert "128.0 KiB in each of 32 layers, 4.0 MiB in all" in told.output
     assert "not known from here:" in told.output
     assert f"vllm serve {folder} " in told.output
     assert "    --block-size 32 --dtype float16 \\\n" in told.output

@@ -10,7 +10,7 @@ from kvd.core import inputs
 from kvd.core.audit.audit import EVERY_S
 from kvd.core.layout.quota import Quota
 from kvd.errors import Code, Refusal
-from kvd.text import amount
+from kvd.types import amount
 from kvd.wire import admin, client
 from kvd.wire.peer import Closed
 from kvd.wire.snapshot import RecorderState

@@ -240,7 +240,7 @@ def test_an_aux_above_the_limit_is_refused_and_a_smaller_one_may_follow():
 
     assert refused(reply) == (
         Code.TOO_LARGE,
-        "aux of 9 bytes, the limit here is 8 (limits.max_aux_bytes)",
+        "aux of 9 B, 1 B above the limit here (limits.max_aux_bytes)",
     )
     assert world.p.call(client.Finish, send=send.send, aux=b"12345678") is None
 
@@ -257,7 +257,7 @@ def test_an_aux_above_the_limit_of_the_peer_is_refused_before_it_travels():
 
     assert refused(reply) == (
         Code.TOO_LARGE,
-        "aux of 5 bytes, the limit of d is 4 (limits.max_aux_bytes)",
+        "aux of 5 B, 1 B above the limit of d (limits.max_aux_bytes)",
     )
     done = world.p.call(client.Finish, send=send.send, aux=b"1234")
     assert isinstance(done, client.Finished)

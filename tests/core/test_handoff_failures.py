@@ -310,7 +310,7 @@ def test_a_fence_frees_what_drains_and_fails_what_was_posted():
     world.land_posts()
 
     figures = {"quarantined_leases": 1, "quarantined_pages": 7, "receives_cut": 1, "sends_cut": 0}
-    note = "room 2: receive 2 from p is cut, 0 of 896 bytes had arrived"
+    note = "room 2: receive 2 from p is cut, 0 B of 896 B had arrived"
     assert report == admin.Report(1, figures, (), notes=(note,))
     assert totals(world.d) == PageTotals(free=63)
     failed = world.d.take()[-1]

@@ -83,7 +83,7 @@ def test_a_room_leads_to_its_parts_leases_client_and_peer(world):
 
     assert said.sentence == sentence_of("a room leads to its parts leases client and peer")
     assert said.facts[:2] == (
-        "prompt 100 tokens, decode_prefix_len 0, 0 of 896 bytes moved",
+        "prompt 100 tokens, decode_prefix_len 0, 0 B of 896 B moved",
         "96 tokens computed, 6 of 7 pages posted, 1 posts under way",
     )
     assert said.links == ("send:1", "lease:2", "client:1", "peer:d")

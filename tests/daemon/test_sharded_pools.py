@@ -20,6 +20,7 @@ from click.testing import CliRunner
 import kvd.client
 from kvd.cli import kvd as command
 from kvd.client import KvdError
+from kvd.types import amount
 from kvd.wire.memory import ShardPlace
 from tests.daemon.conftest import settle
 from tests.daemon.kv import tokens_of
@@ -298,7 +299,7 @@ async def test_figures_are_those_of_all_shards(fleet: dict[str, Daemon]) -> None
             assert [room.total_bytes for room in shot.rooms] == [N_PAGES * page_bytes]
             assert [pool.page_bytes for pool in shot.pools] == [page_bytes]
             assert {peer.layout for peer in shot.peers} == {"same"}
-            moved = f"{6 * page_bytes} of {N_PAGES * page_bytes} bytes moved"
+            moved = f"{amount(6 * page_bytes)} of {amount(N_PAGES * page_bytes)} moved"
             assert moved in said(one, "why", "room", str(room))
         for one, words in (
             (pair.decode, "4 shards of 2.0 KiB a page: layers 0-3 of head 0 | head 1 | head 2 |"),

@@ -166,28 +166,40 @@ class LogEntries:
 
     def __init__(self) -> None:
         self.filters: tuple[Filter, ...] = ()
-        self._made: dict[int, Entry | None] = {}
         self._for: tuple[Filter, ...] = ()
+        self._items: tuple[Item, ...] = ()
+        self._made: list[Entry | None] = []
+        """An entry for each item, or None where it does not pass."""
 
     def entries(self, log: Log, now_s: float, more: Sequence[Entry] = ()) -> list[Entry]:
         """The lines of a log; ``more`` are put where they belong in time."""
         if self.filters != self._for or any(condition.column == "at" for condition in self.filters):
-            self._for, self._made = self.filters, {}
-        known, self._made = self._made, {}
-        made: list[Entry] = []
-        events = [item for item in log.items if not isinstance(item, EventGap)]
-        at_s = events[-1].at_s if events else now_s
-        for item in reversed(log.items):
+            self._for, self._items = self.filters, ()
+        fresh = len(log.items) - self._known(log.items)
+        tail: list[Entry | None] = []
+        told = (item for item in reversed(log.items) if not isinstance(item, EventGap))
+        at_s = next((event.at_s for event in told), now_s)
+        for item in reversed(log.items[len(log.items) - fresh :]):
             if isinstance(item, EventGap):  # as late as what came after it
-                made.append(Entry(at_s, f"gap:{item.before_seq}:{at_s}", item))
+                tail.append(Entry(at_s, f"gap:{item.before_seq}:{at_s}", item))
                 continue
-            at_s, entry = item.at_s, known.get(item.seq)
-            if entry is None and item.seq not in known and self._passes(item, now_s):
-                entry = Entry(at_s, event_words.key_of(item), item)
-            self._made[item.seq] = entry
-            made += [entry] if entry is not None else []
-        made.reverse()
+            at_s = item.at_s
+            is_shown = self._passes(item, now_s)
+            tail.append(Entry(at_s, event_words.key_of(item), item) if is_shown else None)
+        known = self._made[len(self._made) - (len(log.items) - fresh) :]
+        self._items, self._made = log.items, [*known, *reversed(tail)]
+        made = [entry for entry in self._made if entry is not None]
         return list(heapq.merge(more, made, key=_when)) if more else made
+
+    def _known(self, items: Sequence[Item]) -> int:
+        """How many of these, from the first one on, have their entries; a gap at the end has not.
+
+        A log goes on at its end and drops its oldest: what is before the last known item is known.
+        """
+        last = self._items[-1] if self._items else None
+        if isinstance(last, EventGap):
+            last = None
+        return next((at for at in range(len(items), 0, -1) if items[at - 1] is last), 0)
 
     def _passes(self, event: Event, now_s: float) -> bool:
         if not self.filters:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -18,7 +17,7 @@ from kvd.wire.console import Sources
 from kvd.wire.snapshot import Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from kvd.wire.console import Vitals
     from tui.model.tables import TableData
@@ -54,7 +53,7 @@ class NodeRates:
     """
 
     def __init__(self) -> None:
-        self._points: deque[Point] = deque(maxlen=MAX_POINTS)
+        self._points: list[Point] = []
 
     def __len__(self) -> int:
         return len(self._points)
@@ -111,18 +110,18 @@ class RowRates:
     def __init__(self, column: str, over_s: float = 1.0) -> None:
         self._column = column
         self._over_s = over_s
-        self._seen: dict[str, deque[Point]] = {}
+        self._seen: dict[str, list[Point]] = {}
 
     def take(self, data: TableData) -> None:
         """Remember the column of every row; rows that have left the window are forgotten."""
         at = data.index(self._column)
-        seen: dict[str, deque[Point]] = {}
+        seen: dict[str, list[Point]] = {}
         for key, row in data.rows.items() if at >= 0 else ():
             cell = row.cells[at]
             if isinstance(cell, int | float):
                 points = self._seen.get(key)
                 if points is None or cell < points[-1].counters[0]:
-                    points = deque(maxlen=MAX_POINTS)
+                    points = []
                 _add(points, Point(data.at_s, (cell,)))
                 seen[key] = points
         self._seen = seen
@@ -144,24 +143,25 @@ class RowRates:
         return _growth(_until(self._seen.get(key, ()), end_s), 0, count, step_s)
 
 
-def _add(points: deque[Point], point: Point) -> None:
+def _add(points: list[Point], point: Point) -> None:
     """Add it if it is later; the last one goes where it was within a step of the one before."""
     if points and point.at_s <= points[-1].at_s:
         return
     if len(points) > 1 and points[-1].at_s - points[-2].at_s < STEP_S:
         points.pop()
     points.append(point)
+    del points[:-MAX_POINTS]
 
 
-def _until(points: Iterable[Point], end_s: float | None) -> list[Point]:
-    return [point for point in points if end_s is None or point.at_s <= end_s]
+def _until(points: Sequence[Point], end_s: float | None) -> Sequence[Point]:
+    return points if end_s is None else points[: bisect_right(points, end_s, key=_when)]
 
 
 def _when(point: Point) -> float:
     return point.at_s
 
 
-def _growth(points: list[Point], which: int, count: int, step_s: float) -> list[float | None]:
+def _growth(points: Sequence[Point], which: int, count: int, step_s: float) -> list[float | None]:
     """What a counter grew by in each of the last ``count`` whole steps, per second.
 
     None where an end of the step is in a hole: a line through it would be an invention.
@@ -179,7 +179,7 @@ def _growth(points: list[Point], which: int, count: int, step_s: float) -> list[
     ]
 
 
-def _value_at(points: list[Point], which: int, at_s: float, hole_s: float) -> float | None:
+def _value_at(points: Sequence[Point], which: int, at_s: float, hole_s: float) -> float | None:
     """A counter at a moment between two points: on the line between them, if they are close."""
     after = bisect_left(points, at_s, key=_when)
     if after >= len(points):

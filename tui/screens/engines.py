@@ -63,6 +63,12 @@ def state(row: NamedRow) -> tuple[str, Style]:
     return f"{LETTERS.get(word, '?')} {clean(word)}", STATES.get(word, "warn")
 
 
+def kind(row: NamedRow) -> tuple[str, Style]:
+    """What the engine is; one of before a restart has not said it again, an old one never does."""
+    word = row.text("kind")
+    return (clean(word), "plain") if word else ("not said", "dim")
+
+
 def lease_state(row: NamedRow) -> tuple[str, Style]:
     """An arena is held too, but its engine places what is in it."""
     word = row.text("state")
@@ -110,7 +116,7 @@ class EnginesPage(Page):
             "clients",
             title="engines",
             computed=ComputedColumns(COLUMNS, self._made, FIRST),
-            painters={"state": state, "calls_s": calls},
+            painters={"state": state, "kind": kind, "calls_s": calls},
             sort="name",
             rules=ColumnRules(MATTERS),
             stands_for=STANDS_FOR,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 from textual.binding import Binding
-from textual.containers import Container
 from typing_extensions import override
 
 from kvd.text import age, bytes_per_second, compact, duration, lasting, thousands
@@ -18,7 +17,7 @@ from tui.model import cells
 from tui.model.columns import named_row_of
 from tui.model.rates import RowRates
 from tui.screens.page import PROPOSE, Page
-from tui.widgets.canvas import Canvas, console, wrap_words
+from tui.widgets.canvas import Canvas, Ground, console, wrap_words
 from tui.widgets.pools import POOLS_QUERY, PoolTable
 from tui.widgets.problems import FailedHandoffs, ProblemCards
 from tui.widgets.table import HEAD_LINES, ColumnRules, WindowedTable
@@ -84,8 +83,8 @@ class OverviewPage(Page):
         waiting.restrict((Filter("lacks", "is-not", "a peer"),), "requests that wait for pages")
         yield waiting
         yield Figures()
-        with Container(id="middle"):
-            with Container(id="left"):
+        with Ground(id="middle"):
+            with Ground(id="left"):
                 yield PoolTable(is_brief=True)
                 yield SourceBar()
             yield Charts()
@@ -111,7 +110,7 @@ class OverviewPage(Page):
     @override
     def show(self, snapshot: DaemonSnapshot) -> None:
         vitals = snapshot.vitals
-        for table in self.query(WindowedTable):  # those that are not to be seen have to know
+        for table in self._tables:  # those that are not to be seen have to know
             table.show(snapshot)
         self.query_one(PoolTable).show(snapshot)
         if vitals is not None and self.size.width and self.size.height:
@@ -131,7 +130,7 @@ class OverviewPage(Page):
         pool_lines = pools.needed_lines
 
         failed = self.query_one(FailedHandoffs)
-        most = 2 if is_small else 3 if height < CHARTS_FROM_LINES else 8
+        most = 1 if is_small else 3 if height < CHARTS_FROM_LINES else 8
         room = height - self._give(failed, failed.needs(most), height)
         kept = 0 if is_small else flow + pool_lines
         room -= self._give(self.problems, self.problems.fit_into(max(3, room - kept)), room)

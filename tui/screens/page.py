@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.binding import Binding
-from textual.containers import Container
 from textual.message import Message
 from typing_extensions import override
 
 from kvd.wire.console import Filter
 from tui.model.commands import PAGES, RULES
-from tui.widgets.canvas import console
+from tui.widgets.canvas import Ground, console
 from tui.widgets.table import HEAD_LINES, WindowedTable
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ ON_A_ROW = frozenset({"handoffs", "propose", "pages_of"})
 MOVES = frozenset({"move", "screen", "shift", "home", "end"})
 
 
-class Page(Container, can_focus=True):
+class Page(Ground, can_focus=True):
     """One page: what it wants to know while it is visible, and how it shows it.
 
     Whatever its keys do is an action of it or of the console; it has the focus while it is visible.
@@ -108,11 +107,10 @@ class Page(Container, can_focus=True):
         super().__init__(id=f"page-{self.NAME}")
         self._heights: dict[str, int] = {}
         self._tables: list[WindowedTable] = []
+        """Looked up once: asked for several times a frame."""
 
     def tables(self) -> list[WindowedTable]:
         """Every table that can be seen."""
-        if not self._tables:  # looked up once: asked several times a frame
-            self._tables = list(self.query(WindowedTable))
         return [table for table in self._tables if table.display]
 
     def table(self) -> WindowedTable | None:
@@ -122,7 +120,7 @@ class Page(Container, can_focus=True):
 
     def activate(self, table: WindowedTable) -> None:
         """Keys are about this table from now on."""
-        for other in self._tables or self.tables():
+        for other in self._tables:
             other.is_active = other is table
             other.redraw()
 
@@ -135,6 +133,7 @@ class Page(Container, can_focus=True):
 
     def on_mount(self) -> None:
         """Keys are about the first table, until another is chosen."""
+        self._tables = list(self.query(WindowedTable))
         self.action_next_table()
 
     def queries(self) -> tuple[Slot, ...]:

@@ -9,12 +9,14 @@ from rich.console import Group
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
+from textual.containers import Container
 from textual.content import Content
-from textual.geometry import Region
+from textual.geometry import Region, Size
 from textual.strip import Strip
 from textual.widget import Widget
 from typing_extensions import override
 
+from tui.draw.spans import Styled
 from tui.themes import Palette
 
 if TYPE_CHECKING:
@@ -22,12 +24,15 @@ if TYPE_CHECKING:
 
     from textual import events
     from textual.app import App
+    from textual.filter import LineFilter
 
     from tui.app import KvdTui
     from tui.draw.spans import Line
 
 WHEEL_LINES = 3
 NOT_HERE_YET = "asked for; not here yet"
+BLANK = Styled("")
+"""Fills a line."""
 
 
 def palette_of(app: App[None]) -> Palette:
@@ -39,12 +44,6 @@ def palette_of(app: App[None]) -> Palette:
 
 
 _PALETTES: dict[str, Palette] = {}
-
-
-def strip_of(line: Line, palette: Palette, under: str = "") -> Strip:
-    """A line as Textual draws it; ``under``: the background where a span has none of its own."""
-    segments = [Segment(text, palette.style(style, own or under)) for text, style, own in line]
-    return Strip(segments)
 
 
 def rich_lines(lines: Iterable[Line], palette: Palette, links: Sequence[str] = ()) -> Group:
@@ -78,9 +77,9 @@ class Canvas(Widget, can_focus=False):
         super().__init__(name=name, id=id, markup=False)
         self._lines: Sequence[Line] = ()
         self._strips: dict[int, Strip] = {}
-        self._theme = ""
-        self._width = 0
-        self._ground: Style | None = None
+        self._looks: dict[tuple[str, str], Style] = {}
+        """By style and what is under it, with what the widget stands on."""
+        self._made_for: tuple[object, ...] = ()
 
     def paint(self, lines: Sequence[Line]) -> None:
         """Show these lines, the first one at the top."""
@@ -129,28 +128,69 @@ class Canvas(Widget, can_focus=False):
         """What is shown."""
         return self._lines
 
+    @property
     @override
-    def render_lines(self, crop: Region) -> list[Strip]:
-        self._width = self.size.width  # looked up once, as it takes as long as a line does
-        return super().render_lines(crop)
+    def size(self) -> Size:
+        return self.outer_size  # Textual looks for borders and scrollbars each time: there are none
 
     @override
     def notify_style_update(self) -> None:
         super().notify_style_update()
-        self._ground = None
+        self._made_for = ()
 
     @override
-    def render_line(self, y: int) -> Strip:
-        if self._theme != self.app.theme or self._ground is None:
-            self._theme = self.app.theme
-            self._ground = Style(color=self.rich_style.color, bgcolor=self.rich_style.bgcolor)
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Lines as they were made: Textual's way takes twice as long, for borders and tints."""
+        filters, width = self.app.get_line_filters(), self.size.width
+        made_for = (self.app.theme, width, *filters)
+        if made_for != self._made_for:
+            self._made_for = made_for
             self._strips.clear()
-        made = self._strips.get(y)
-        if made is None:
-            line = self._lines[y] if y < len(self._lines) else ()
-            strip = strip_of(line, palette_of(self.app))
-            made = self._strips[y] = strip.apply_style(self._ground)
-        return made.crop(0, self._width)
+            self._looks.clear()
+        strips = [self._strips.get(y) or self._strip(y, filters) for y in crop.line_range]
+        if crop.column_span == (0, width):
+            return strips
+        return [strip.crop(*crop.column_span) for strip in strips]
+
+    def _strip(self, y: int, filters: Sequence[LineFilter]) -> Strip:
+        looks, segments = self._looks, list[Segment]()
+        for text, style, under in (*(_at(self._lines, y) or ()), BLANK):
+            look = looks.get((style, under)) or self._look(style, under, filters)
+            segments.append(Segment(text, look))
+        blank = segments.pop().style
+        made = Strip(segments).adjust_cell_length(self.size.width, blank)
+        self._strips[y] = made
+        return made
+
+    def _look(self, style: str, under: str, filters: Sequence[LineFilter]) -> Style:
+        """A style on what the widget stands on, as all colours of the app are to be seen."""
+        ground = self.rich_style
+        look = Style(color=ground.color, bgcolor=ground.bgcolor)
+        look += palette_of(self.app).style(style, under)
+        segments = [Segment(" ", look)]
+        for each in filters:
+            segments = each.apply(segments, self.background_colors[1])
+        made = self._looks[style, under] = segments[0].style or look
+        return made
+
+
+class Ground(Container):
+    """What widgets stand on: all its lines are alike, and made once."""
+
+    _blank: tuple[object, list[Strip]] | None = None
+
+    @override
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self._blank = None
+
+    @override
+    def render_lines(self, crop: Region) -> list[Strip]:
+        made_for = (self.app.theme, crop.x, crop.width)
+        if self._blank is None or self._blank[0] != made_for:
+            line = super().render_lines(Region(crop.x, 0, crop.width, 1))
+            self._blank = made_for, line
+        return self._blank[1] * crop.height
 
 
 def _at(lines: Sequence[Line], at: int) -> Line | None:

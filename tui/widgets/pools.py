@@ -12,11 +12,12 @@ from kvd.wire.console import Query
 from tui.draw import bars, spans
 from tui.draw.spans import Line, Styled, cleaned
 from tui.model import cells
+from tui.model.columns import NamedRow, places
 from tui.model.rates import RowRates
 from tui.widgets.canvas import NOT_HERE_YET, Canvas
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from textual import events
 
@@ -179,8 +180,9 @@ class PoolTable(Canvas):
         )
         room = width - GUTTER - name_columns - GAP - LEAST_BAR_COLUMNS
         figures: list[PoolFigure] = []
+        at = places(data.columns)
         for figure in FIGURES:
-            if data.index(figure.name) < 0 and figure.name not in COMPUTED:
+            if figure.name not in at and figure.name not in COMPUTED:
                 continue
             if figure.width + GAP > room:
                 break
@@ -188,10 +190,9 @@ class PoolTable(Canvas):
             room -= figure.width + GAP
         bar_columns = LEAST_BAR_COLUMNS + min(room, MORE_BAR_COLUMNS)
         lines = [self._heads(figures, name_columns, bar_columns)]
-        lines += [
-            self._line(data, key, figures, name_columns, bar_columns)
-            for key in data.order[:MOST_LINES]
-        ]
+        kinds = {column.name: column.kind for column in data.columns}
+        rows = [NamedRow(data.rows[key], at, self._now_s) for key in data.order[:MOST_LINES]]
+        lines += [self._line(row, kinds, figures, name_columns, bar_columns) for row in rows]
         if len(data.order) > MOST_LINES:
             lines.append(spans.line(f"  and {len(data.order) - MOST_LINES} more (m)", "dim"))
         words = self._words(data) if not self._is_brief else []
@@ -208,38 +209,39 @@ class PoolTable(Canvas):
 
     def _line(
         self,
-        data: TableData,
-        key: str,
+        row: NamedRow,
+        kinds: Mapping[str, str],
         figures: Sequence[PoolFigure],
         name_columns: int,
         bar_columns: int,
     ) -> Line:
-        is_chosen = key == self.key and not self._is_brief
-        name = clean(str(data.cell(key, "component")))
+        is_chosen = not self._is_brief and row.row.key == self.key
+        name, pages = clean(str(row.cell("component"))), pages_of(row)
         style: spans.Style = "selected" if is_chosen else "plain"
         made = [
             Styled("▶ " if is_chosen else "  ", "key"),
             Styled(spans.left(name, name_columns) + " " * GAP, style),
-            *bars.stacked(bars.pool(pages_of(data, key)), bar_columns),
+            *bars.stacked(bars.pool(pages), bar_columns),
         ]
         for figure in figures:
-            text, told = self._figure(data, key, figure)
+            text, told = self._figure(row, kinds.get(figure.name, ""), figure, pages)
             made.append(Styled(spans.right(text, figure.width + GAP), told))
         return spans.merged(made)
 
-    def _figure(self, data: TableData, key: str, figure: PoolFigure) -> cells.CellText:
+    def _figure(
+        self, row: NamedRow, kind: str, figure: PoolFigure, pages: bars.PoolPages
+    ) -> cells.CellText:
         if figure.name == "evicted":
-            rate = self._rates.rate(key)
+            rate = self._rates.rate(row.row.key)
             if rate is None:
                 return cells.CellText(cells.NOTHING, "dim")
             return cells.CellText(f"{rate:.1f}", "warn" if rate else "dim")
-        at = data.index(figure.name)
-        cell, kind = data.rows[key].cells[at], data.columns[at].kind
+        cell = row.cell(figure.name)
         if figure.name == "headroom" and isinstance(cell, int):
-            share = cell / max(1, sum(pages_of(data, key)[:4]))
+            share = cell / max(1, sum(pages[:4]))
             style: spans.Style = "ok" if share > PLENTY else "warn" if share > SHORT else "bad"
             return cells.CellText(f"{compact(cell)} {100 * share:.0f}%", style)
-        shown = cells.show(cell, kind, self._now_s, figure.width)
+        shown = cells.show(cell, kind, row.at_s, figure.width)
         if cell == 0 and kind in {"pages", "count"}:
             return shown._replace(style="dim")
         return shown
@@ -260,9 +262,6 @@ class PoolTable(Canvas):
         return made if spans.text_of(made).strip() else []
 
 
-def pages_of(data: TableData, key: str) -> bars.PoolPages:
+def pages_of(row: NamedRow) -> bars.PoolPages:
     """The pages of a component by state, as far as they are known."""
-    found = {name: data.cell(key, name) for name in bars.PoolPages._fields}
-    return bars.PoolPages(
-        **{name: int(cell) if isinstance(cell, int | float) else 0 for name, cell in found.items()}
-    )
+    return bars.PoolPages(*(int(row.number(name) or 0) for name in bars.PoolPages._fields))

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 TELLING_COLUMNS, WIDE_COLUMNS = 60, 120
 """From here on a failure has how long ago it was beside when; a problem when beside how long."""
 SMALL_LINES = 10
-"""With less room the one under the cursor has its sentence on one line."""
+"""With less room the one under the cursor has what the next one leaves it."""
+NEXT_LINES = 1
+"""Of the next one, so that one knows that there is more."""
 
 
 class ProblemCards(WindowedTable):
@@ -111,13 +113,21 @@ class ProblemCards(WindowedTable):
         grave, ago = self._head(named)
         width = max(20, self.size.width - GUTTER - 1)
         pad = spans.columns(grave.text)
-        if 0 < self._room < SMALL_LINES:
-            return [self._short(row), *self._todo(named, pad, width)]
-        said, room = spans.text_of(_said(named)), width - pad - spans.columns(ago.text) - 1
-        first, *rest = wrap_words(said, room) or ("-",)
+        is_small = 0 < self._room < SMALL_LINES
+        if is_small:  # the words need the columns more than the margin does
+            pad = GUTTER
+        said = spans.text_of(_said(named))
+        room = width - spans.columns(grave.text) - spans.columns(ago.text) - 1
+        first = next(iter(wrap_words(said, room)), "-")
+        rest = wrap_words(said[len(first) :].strip(), width - pad)
+        todo = self._todo(named, pad, width)
+        most = self._room - self.head_lines - len(todo) - NEXT_LINES - 1
+        if is_small and len(rest) > most:
+            left = " ".join(rest[max(0, most - 1) :])
+            rest = (*rest[: max(0, most - 1)], spans.cut(left, width - pad))[: max(0, most)]
         made = [spans.spread((grave, Styled(first)), (ago,), width)]
-        made += [(Styled(" " * pad), Styled(part)) for part in rest]
-        return [*made, *self._todo(named, pad, width)]
+        made += [(Styled(" " * pad), Styled(part)) for part in rest if part]
+        return [*made, *todo]
 
     def _todo(self, row: NamedRow, pad: int, width: int) -> list[Line]:
         """What to do, and what Enter opens; in lines where it is not short of room."""
@@ -127,6 +137,8 @@ class ProblemCards(WindowedTable):
         key = key if is_doable(action) else "↳ "
         room = width - pad - len(key) - 2 - spans.columns(opens)
         is_small = 0 < self._room < SMALL_LINES
+        if is_small and spans.columns(action) > room:  # that Enter opens it, the foot says too
+            opens, room = "", room + spans.columns(opens)
         words = (spans.cut(action, room),) if is_small else wrap_words(action, room) or ("",)
         made: list[Line] = [
             (Styled(" " * pad), Styled(key if at == 0 else " " * len(key), "key"), Styled(part))

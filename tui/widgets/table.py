@@ -7,7 +7,7 @@ changes, and only such lines are painted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 from textual.message import Message
@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from kvd.filters import KEY
 from kvd.text import clean, counted
-from kvd.wire.console import MAX_FILTERS, MAX_ROWS, Filter, Query
+from kvd.wire.console import MAX_FILTERS, MAX_ROWS, Filter, Query, TableRow
 from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
 from tui.draw.spans import columns as width_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from textual import events
 
-    from kvd.wire.console import Column, TableRow
+    from kvd.wire.console import Column
     from tui.draw.spans import Style
     from tui.model.columns import ComputedColumns
     from tui.model.rates import RowRates
@@ -156,11 +156,16 @@ CellLook = tuple[str, "Style"]
 Painter = Callable[["NamedRow"], CellLook]
 
 
-class _Cells(NamedTuple):
-    """What is known of a row until it changes; ``texts`` has all its cells."""
+class _Cells(msgspec.Struct):
+    """What is known of a row until it changes; ``texts`` has all its cells.
+
+    ``line``: the row as it was last drawn, of texts and columns as they were then.
+    """
 
     row: TableRow
     texts: list[CellLook]
+    line: Line = ()
+    fit: Fit | None = None
 
 
 class WindowedTable(Canvas):
@@ -359,8 +364,8 @@ class WindowedTable(Canvas):
             self._known[row.key] = _Cells(row, texts)
             return texts
         for at, column in enumerate(self.columns):
-            if column.kind in MOVING:
-                known.texts[at] = self._cell(row, at)
+            if column.kind in MOVING and (moved := self._cell(row, at)) != known.texts[at]:
+                known.texts[at], known.fit = moved, None
         return known.texts
 
     def _cell(self, row: TableRow, at: int) -> CellLook:
@@ -442,6 +447,9 @@ class WindowedTable(Canvas):
 
     def _cells(self, key: str, texts: Sequence[CellLook]) -> Line:
         """A row without its cursor."""
+        known = self._known[key]
+        if known.fit is self._fit:
+            return known.line
         columns, gap, made = self.columns, "", list[Styled]()
         states = [texts[at][1] for at in self._fit.at if columns[at].kind == "state"]
         tint: Style = states[0] if states and states[0] in {"bad", "warn"} else "plain"
@@ -453,7 +461,8 @@ class WindowedTable(Canvas):
             else:
                 made += [Styled(gap), Styled(pad(text, width), style)]
             gap = " " * GAP
-        return tuple(made)
+        known.line, known.fit = spans.merged(made), self._fit
+        return known.line
 
     # ---- moving -----------------------------------------------------------------------------
 

@@ -36,10 +36,10 @@ from kvd.core.effects import Copy, LoadAgent, Post
 from kvd.core.inputs import AgentLoaded, Copied, PathFound, PostDone
 from kvd.core.peers.peer import GB, PeerWay
 from kvd.pools.build import device_bytes
-from kvd.text import amount, clean
+from kvd.text import clean
 from kvd.transfer.orders import NO_FD, RegionPlan
 from kvd.transfer.process import TransportDown
-from kvd.types import Pages, pack_ids
+from kvd.types import Pages, amount, pack_ids
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

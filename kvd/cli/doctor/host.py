@@ -44,7 +44,8 @@ from kvd.config.address import Address, host_port, ipc_path, tcp_address
 from kvd.config.pool import pool_spec
 from kvd.core.layout.spec import Buffer, has_bytes, node_page_bytes, shards_of
 from kvd.parts import CLIENT, EXTRAS
-from kvd.text import amount, clean
+from kvd.text import clean
+from kvd.types import amount
 from kvd.wire.admin import ShowStatus, Status
 
 PYTHON = (3, 11)

@@ -34,7 +34,7 @@ from kvd.pools.build import device_bytes, pool_regions, reserved_bytes, saved_re
 from kvd.pools.host_memory import Free, free_memory
 from kvd.pools.location import Backing
 from kvd.pools.mounts import free_huge_bytes, kind_of
-from kvd.text import amount
+from kvd.types import amount
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -32,7 +32,8 @@ from kvd.families.budget import size_bytes
 from kvd.pools.mounts import mounts
 from kvd.storage.nixl_objects import CUDA_MAJOR
 from kvd.storage.posix import MARK
-from kvd.text import amount, clean
+from kvd.text import clean
+from kvd.types import amount
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -28,10 +28,10 @@ from kvd.core.effects import LoadAgent, Post
 from kvd.core.inputs import AgentLoaded, PostDone
 from kvd.core.inputs import WritePath as Route
 from kvd.core.layout.geometry import Geometry, PieceRow
-from kvd.text import amount, clean
+from kvd.text import clean
 from kvd.transfer.orders import RegionPlan
 from kvd.transfer.process import ReportQueue, TransferProcess, TransportDown
-from kvd.types import Pages, pack_ids
+from kvd.types import Pages, amount, pack_ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping

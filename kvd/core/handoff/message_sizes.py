@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core.layout.seal import SUM_BYTES, most_chosen
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, count
+from kvd.types import ID_BYTES, amount, count
 from kvd.wire.bounds import MAX_PEER_BYTES
 from kvd.wire.peer import Integrity
 
@@ -72,9 +72,9 @@ def long_offer(offer: Offer, reader: Peer | Settings, side: str) -> Refusal | No
     pages = page_bytes(offer) // ID_BYTES
     return Refusal(
         Code.TOO_LARGE,
-        f"room {offer.room}: {pages} destination pages make an Offer of {n_bytes} bytes, "
-        f"{reader.name} reads {limit}: hand over a shorter prompt, or make pool.page_size larger"
-        f"{_or_raise(limit)}",
+        f"room {offer.room}: {pages} destination pages make an Offer of {amount(n_bytes)}, "
+        f"{amount(n_bytes - limit)} more than {reader.name} reads: hand over a shorter prompt, "
+        f"or make pool.page_size larger{_or_raise(limit)}",
         side=side,
         numbers={"bytes": n_bytes, "limit": limit, "pages": pages},
     )
@@ -89,8 +89,9 @@ def long_settled(offer: Offer, n_shards: int, reader: Peer | Settings, side: str
     return Refusal(
         Code.TOO_LARGE,
         f"room {offer.room}: the sums of {pages} pages in {n_shards} shards "
-        f"({offer.integrity.value}) and an aux make a message of {n_bytes} bytes, {reader.name} "
-        f'reads {limit}: set transfer.integrity = "sampled" or "off" on {reader.name}, hand over '
+        f"({offer.integrity.value}) and an aux make a message of {amount(n_bytes)}, "
+        f"{amount(n_bytes - limit)} more than {reader.name} reads: "
+        f'set transfer.integrity = "sampled" or "off" on {reader.name}, hand over '
         f"a shorter prompt, or make pool.page_size larger{_or_raise(limit)}",
         side=side,
         numbers={"bytes": n_bytes, "limit": limit, "pages": pages, "shards": n_shards},

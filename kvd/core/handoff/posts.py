@@ -40,7 +40,7 @@ from kvd.core.leases.lease_events import tell_written
 from kvd.core.leases.written import say_advanced
 from kvd.core.peers.peer import Agent
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, Pages
+from kvd.types import ID_BYTES, Pages, amount
 from kvd.wire.peer import MAX_ROUTES, Integrity
 
 if TYPE_CHECKING:
@@ -269,9 +269,9 @@ class Posts:
         event = " and at the event that the engine named" if part.after else ""
         return Refusal(
             Code.STALLED,
-            f"room {part.room} to {part.peer}: {moved} bytes moved in {window_s:.1f} s with "
-            f"{posts} posts under way, the least is {mine.min_bytes_per_s} bytes a second: look at "
-            f"the network between the two{event}, or lower transfer.min_bytes_per_s",
+            f"room {part.room} to {part.peer}: {amount(moved)} moved in {window_s:.1f} s with "
+            f"{posts} posts under way, the least is {amount(mine.min_bytes_per_s)} a second: "
+            f"look at the network between the two{event}, or lower transfer.min_bytes_per_s",
             side=mine.name,
             numbers={"moved_bytes": moved, "floor_bytes": floor, "window_s": round(window_s, 3)},
         )

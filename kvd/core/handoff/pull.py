@@ -39,7 +39,7 @@ from kvd.core.handoff.message_sizes import MESSAGE_BYTES
 from kvd.core.leases.admission import Admission, MemoryAsker, Waiter
 from kvd.core.tiers.words import NOW
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, Tokens, count
+from kvd.types import ID_BYTES, Tokens, amount, count
 from kvd.wire import client
 from kvd.wire.peer import AskPrefix, PrefixFound, Withdrawn
 
@@ -221,8 +221,9 @@ class PullAsks:
         if n_bytes > peer.max_frame_bytes:
             return Refusal(
                 Code.TOO_LARGE,
-                f"a prompt of {count(ask.tokens)} tokens makes a question of {n_bytes} bytes, "
-                f"{peer.name} reads {peer.max_frame_bytes}: raise limits.max_frame_bytes there",
+                f"a prompt of {count(ask.tokens)} tokens makes a question of {amount(n_bytes)}, "
+                f"{amount(n_bytes - peer.max_frame_bytes)} more than {peer.name} reads: "
+                "raise limits.max_frame_bytes there",
                 side=side,
                 numbers={"bytes": n_bytes, "limit": peer.max_frame_bytes},
             )

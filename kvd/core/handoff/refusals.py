@@ -10,7 +10,7 @@ from kvd.core.cache.namespaces import epoch_in, quoted
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.peers.peer import LEAVING, lost_because
 from kvd.errors import Code, Refusal
-from kvd.types import MAX_ROOM, Tokens, count, short
+from kvd.types import MAX_ROOM, Tokens, amount, count, short
 from kvd.wire.peer import ReceiveOutcome, Settled
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def bounded(message: Settled, mine: Settings) -> Settled:
         return message
     refusal = Refusal(
         Code.TOO_LARGE,
-        f"the prefill side sent aux of {n_bytes} bytes, {mine.name} takes {limit} at most: make "
+        f"the prefill side sent aux of {amount(n_bytes)}, {amount(n_bytes - limit)} more than "
+        f"{mine.name} takes: make "
         "limits.max_aux_bytes equal on both",
         side=mine.name,
         numbers={"bytes": n_bytes, "limit": limit},
@@ -80,7 +81,8 @@ def long_aux(part: SendPart, n_bytes: int, peer: Peer | None, mine: Settings) ->
     whose = f"of {part.peer}" if limit < mine.max_aux_bytes else "here"
     return Refusal(
         Code.TOO_LARGE,
-        f"aux of {n_bytes} bytes, the limit {whose} is {limit} (limits.max_aux_bytes)",
+        f"aux of {amount(n_bytes)}, {amount(n_bytes - limit)} above the limit {whose} "
+        "(limits.max_aux_bytes)",
         side=mine.name,
         numbers={"bytes": n_bytes, "limit": limit},
     )
@@ -208,7 +210,7 @@ def _too_long(part: ReceivePart, now_s: float, mine: Settings) -> Refusal:
         Decode.OFFERED: "the prefill side never accepted the offer: has its engine called send() "
         "for this room?",
         Decode.VERIFYING: f"every byte had landed, and our transfer process is {doing}",
-    }.get(part.state, f"{part.moved_bytes} bytes had landed")
+    }.get(part.state, f"{amount(part.moved_bytes)} had landed")
     return Refusal(
         Code.DEADLINE,
         f"room {part.room} from {part.peer} took longer than {waited_s:.1f} s: {what}",

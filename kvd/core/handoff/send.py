@@ -32,6 +32,7 @@ from kvd.core.handoff.transitions import move_prefill
 from kvd.core.leases.written import tokens_of_ranks
 from kvd.core.peers.peer import Agent
 from kvd.errors import Code, Refusal
+from kvd.types import amount
 from kvd.wire.peer import Accept, ReceiveOutcome
 
 if TYPE_CHECKING:
@@ -312,7 +313,7 @@ class Prefiller:
     def _flushing_to_settled(self, part: SendPart) -> None:
         """FLUSHED: everything is posted, and every post is done."""
         part.outcome = ReceiveOutcome.DELIVERED
-        self.move_part(part, T.FLUSHED, f"{part.posted_pages} pages, {part.moved_bytes} bytes")
+        self.move_part(part, T.FLUSHED, f"{part.posted_pages} pages, {amount(part.moved_bytes)}")
         # Before Settled: from here on the engine can neither advance nor end it.
         self.let_engine_go(part)
         self._settle(part, None)

@@ -33,7 +33,7 @@ from kvd.core.handoff.sources import span_of
 from kvd.core.handoff.transitions import move_prefill, tell_ended
 from kvd.core.peers.peer import as_told
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES
+from kvd.types import ID_BYTES, amount
 from kvd.wire import client
 from kvd.wire.peer import Closed, ReceiveOutcome, Settled
 
@@ -180,7 +180,7 @@ class SettledSends:
                 Code.NO_ROOM,
                 f"handoff {handoff} of {peer.name}: {n_open} of it are open here and {n_records} "
                 f"remembered, the limits are {MAX_OPEN} and {MAX_RECORDS}; their page ids would be "
-                f"{kept} bytes with this one, of {self.max_kept_bytes}",
+                f"{amount(kept)} with this one, of {amount(self.max_kept_bytes)}",
                 side=self._settings.name,
                 numbers={"open": n_open, "records": n_records, "kept_bytes": kept},
             ),

@@ -53,7 +53,7 @@ from kvd.core.leases.owners import describe_holder
 from kvd.core.peers.peer import Life, drain_words
 from kvd.core.peers.ways import slow_words, way_words
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, NULL_PAGE, count, pack_ids, page_ids, short
+from kvd.types import ID_BYTES, NULL_PAGE, amount, count, pack_ids, page_ids, short
 from kvd.wire.admin import Because, Beside, TreeNode
 
 if TYPE_CHECKING:
@@ -461,7 +461,7 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
     if lease.state not in {LeaseStage.RUNNING, LeaseStage.FORMER}:
         since = f" for {state.retracted_s:.1f} s" if state.retracted_s else ""
         said.append(
-            f"{state.state}{since}: {state.saved_pages} pages ({state.saved_bytes} bytes) of "
+            f"{state.state}{since}: {state.saved_pages} pages ({amount(state.saved_bytes)}) of "
             f"{state.prompt_tokens} tokens saved"
         )
     if state.waiting_for:
@@ -642,7 +642,7 @@ def _sentence(node: NodeView, part: RoomState) -> str:
 def _figures(part: RoomState) -> list[str]:
     said = [
         f"prompt {part.prompt_tokens} tokens, decode_prefix_len {part.decode_prefix_len}, "
-        f"{part.moved_bytes} of {part.total_bytes} bytes moved"
+        f"{amount(part.moved_bytes)} of {amount(part.total_bytes)} moved"
     ]
     if part.share:
         said.insert(0, part.share)
