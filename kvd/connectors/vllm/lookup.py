@@ -165,6 +165,7 @@ class LookUps:
             request_id=_as_name(tracked.id) if meeting.number else "",
             is_open=meeting.open,
             as_it_comes=meeting.number > 0 and not tracked.transfer.sends and self.as_it_comes(),
+            tiers="now",  # what its own node has below the pool comes from the other one as soon
         )
         if meeting.number:
             tracked.probe = link.ask(
