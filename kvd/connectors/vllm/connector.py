@@ -314,11 +314,13 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """How many of these lay in this node's pool, and how many another node has sent for it."""
+        """How many of these lay in this node's pool, were sent for it, or read from a tier."""
         sent = self._half.sent_tokens(request.request_id, num_external_tokens)
+        read = self._half.tier_tokens(request.request_id, num_external_tokens)
         found = {
-            CacheHitSource.HOST: num_external_tokens - sent,
+            CacheHitSource.HOST: num_external_tokens - sent - read,
             CacheHitSource.P2P: sent,
+            CacheHitSource.DISK: read,
         }
         return {source: n for source, n in found.items() if n}
 

@@ -94,6 +94,9 @@ class LookUps:
         """Sent by other nodes, since somebody asked."""
         self.claim_ahead: Callable[[NodeLink, Tracked], bool] = lambda *_: False
         """Claims the pages of a request with its look-up, where that is all right; else False."""
+        self.wait_for_tier: Callable[[NodeLink, Tracked, int, float], bool] = lambda *_: False
+        """Claims a request with the pages of it that lie in a tier, where these come soon enough:
+        how many tokens they have, and how many ms they take; else False."""
         self.has_begun: Callable[[NodeLink, Tracked], bool] = lambda *_: False
         """Whether enough of a request has come from another node that it may have blocks."""
         self.as_it_comes: Callable[[], bool] = lambda: False
@@ -240,6 +243,9 @@ class LookUps:
                 self.unsure(tracked)
                 return True
         if found is None:
+            return False
+        n_more, ms = found.tier_tokens, found.tier_ms
+        if n_more and self.wait_for_tier(link, tracked, n_more, ms):
             return False
         self.found(tracked, found.tokens)
         return True

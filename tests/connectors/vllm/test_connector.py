@@ -237,11 +237,19 @@ def test_where_the_user_has_said_it_lines_are_written_there(load, loggers, name)
 
 
 @pytest.mark.parametrize(
-    ("sent", "told"), [(0, {"HOST": 64}), (24, {"HOST": 40, "P2P": 24}), (64, {"P2P": 64})]
+    ("sent", "read", "told"),
+    [
+        (0, 0, {"HOST": 64}),
+        (24, 0, {"HOST": 40, "P2P": 24}),
+        (64, 0, {"P2P": 64}),
+        (0, 48, {"HOST": 16, "DISK": 48}),
+    ],
 )
-def test_where_the_kv_of_a_prompt_came_from(load, sent, told):
+def test_where_the_kv_of_a_prompt_came_from(load, sent, read, told):
     connector = started(load())
-    connector._scheduler = SimpleNamespace(sent_tokens=lambda request, n: sent)
+    connector._scheduler = SimpleNamespace(
+        sent_tokens=lambda request, n: sent, tier_tokens=lambda request, n: read
+    )
     request = SimpleNamespace(request_id="r1")
 
     found = connector.get_external_cache_hit_sources(request, 64)

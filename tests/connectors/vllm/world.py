@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from kvd.client import Code, KvdError, LeaseKey
+from kvd.client import Code, KvdError, LeaseKey, LeaseTiers, Matched
 from kvd.client.mover.pending_copy import CopyState
 from kvd.client.mover.pieces import NO_BLOCK
 from kvd.connectors.identity import UnknownWeights
@@ -103,6 +103,8 @@ class WorldCall:
 
 
 class WorldLease:
+    tiers = LeaseTiers()
+
     def __init__(self, node, tokens, pages, prefix_len, namespace):
         world = node.world
         world.last += 1
@@ -311,7 +313,8 @@ class WorldNode:
 
         def match():
             self.alive()
-            return SimpleNamespace(tokens=len(self.world.found(tokens, namespace)) * BLOCK)
+            found = len(self.world.found(tokens, namespace)) * BLOCK
+            return Matched(tokens=found, load=0, free=0)
 
         return WorldCall(self, match)
 
