@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from kvd.client import Code, KvdError, connect_sync
+from kvd.connectors.refusals import BROKEN, is_short
 
 if TYPE_CHECKING:
     import logging
@@ -36,20 +37,6 @@ SILENT_S: Final = 5.0
 
 UNFIT_S: Final = 60.0
 """A pool that does not fit is looked at so often: it changes with its daemon's configuration."""
-
-SHORT: Final = frozenset({Code.NO_ROOM.value, Code.TOO_LARGE.value, Code.DEADLINE.value})
-"""Of these the daemon has no pages for what was asked, if it is the one that says so."""
-
-SILENCE: Final = "client"
-"""Who says that a daemon has not answered."""
-
-BROKEN: Final = (OSError, ValueError, RuntimeError)
-"""What sockets raise that were closed under a call, and torch where memory is short."""
-
-
-def is_short(error: KvdError) -> bool:
-    """Whether the daemon is well, and has no room for this."""
-    return error.code in SHORT and error.refusal.side != SILENCE
 
 
 class Unserved(Exception):

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from kvd.client import Code, KvdError
-from kvd.connectors.daemon_link import is_short
 from kvd.connectors.lmcache.names import ChunkName, page_keys
-from kvd.errors import Refusal
+from kvd.connectors.refusals import is_short, refused_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,7 +53,7 @@ class ChunkPages:
                 "need pages of plain bytes. This has them, in as much memory:\n\n"
                 f"{SECTION.format(PAGE_BYTES, size)}"
             )
-            raise KvdError(Refusal(Code.LAYOUT_MISMATCH, why, side="client"))
+            raise refused_here(Code.LAYOUT_MISMATCH, why)
         (part,) = memory.components
         layers = sorted({tensor.layer for tensor in part.tensors})
         views = [view for layer in layers for view in pool.arrays(part.name, layer=layer).values()]

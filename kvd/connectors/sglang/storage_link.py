@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final
 
 from kvd.client import Code, KvdError
 from kvd.client.mapping import bytes_per_page
-from kvd.connectors.daemon_link import AGAIN_WITHIN_S, BROKEN, ConnectorSession, Unserved
+from kvd.connectors.daemon_link import AGAIN_WITHIN_S, ConnectorSession, Unserved
+from kvd.connectors.refusals import BROKEN, refused_here
 from kvd.connectors.sglang.host_pages import LEAST_PAGE_TOKENS, UnfitHostPool
-from kvd.errors import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -142,7 +142,7 @@ class StorageLink:
         try:
             session.blocks(pages)
         except UnfitHostPool as error:
-            raise KvdError(Refusal(Code.LAYOUT_MISMATCH, str(error), side="client")) from None
+            raise refused_here(Code.LAYOUT_MISMATCH, str(error)) from None
         return session
 
     def close(self) -> None:
@@ -198,4 +198,4 @@ class StorageLink:
 def _with_section(error: KvdError, pages: HostPages) -> KvdError:
     """The same, with the pool that would fit."""
     told = f"{error}; a pool for these pages:\n{pages.section()}"
-    return KvdError(Refusal(Code.LAYOUT_MISMATCH, told, side="client"))
+    return refused_here(Code.LAYOUT_MISMATCH, told)

@@ -17,7 +17,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvd.client import Code, KvdError
-from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, LATE, was_said_here
+from kvd.connectors.refusals import is_short, was_said_here
+from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, LATE
 from kvd.connectors.vllm.tracked import RequestStage
 
 if TYPE_CHECKING:
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from kvd.connectors.vllm.requests import Requests
     from kvd.connectors.vllm.sessions import NodeLink, StepBudget
     from kvd.connectors.vllm.tracked import Tracked
-
-FULL: Final = frozenset({Code.DEADLINE.value, Code.NO_ROOM.value, Code.TOO_LARGE.value})
-"""With these the daemon refuses a lease whose pages are not free now."""
 
 MOST_AHEAD: Final = 8
 MOST_AHEAD_TOKENS: Final = 32_768
@@ -219,7 +217,7 @@ class Claims:
         """Its claim has ended in that error."""
         tracked.claim = None
         del self._requests.claiming[tracked.id]
-        is_full = error.code in FULL and not was_said_here(error)
+        is_full = is_short(error)
         if is_full and tracked.stage is RequestStage.PROBING:
             self._look_up(link, tracked)
             return

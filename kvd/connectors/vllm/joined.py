@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvd.client import Code, KvdError
+from kvd.connectors.refusals import BROKEN
 from kvd.connectors.vllm.beside import BesideTask, in_thread
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class PoolJoin:
         self._next_try_s = self._now_s() + REJOIN_S
         try:
             self._joined = joining.take()
-        except (KvdError, OSError, ValueError, RuntimeError) as error:
+        except (KvdError, *BROKEN) as error:
             is_unfit = isinstance(error, KvdError) and error.code == Code.LAYOUT_MISMATCH.value
             self.unfit = str(error) if is_unfit else ""
             self._log.changed(

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvd.client import Code, KvdError
 from kvd.connectors.identity import UnknownWeights, digest_of
+from kvd.connectors.refusals import refused_here
 from kvd.connectors.vllm.tracked import RequestStage, Tracked
-from kvd.errors import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,9 +65,6 @@ an enumeration.
 """
 
 BEFORE_BLOCKS: Final = (*LOOKED_UP, RequestStage.FOUND)
-
-HERE: Final = "client"
-"""The side of what no daemon has refused."""
 
 UNACCEPTED: Final = "offered"
 """The state of a receive whose source has not said that it sends."""
@@ -415,10 +412,5 @@ def why_unmet(error: KvdError) -> str:
     return f"{error.code}: {error.refusal.message}" if is_of_nodes else error.code
 
 
-def was_said_here(error: KvdError) -> bool:
-    """Whether the daemon has said nothing of it: its word did not come, or it was not asked."""
-    return error.refusal.side == HERE
-
-
 def _given_up(why: str) -> KvdError:
-    return KvdError(Refusal(Code.DEADLINE, why, side=HERE))
+    return refused_here(Code.DEADLINE, why)

@@ -12,12 +12,12 @@ import itertools
 from typing import TYPE_CHECKING, Any, Final
 
 from kvd.client import Code, KvdError
+from kvd.connectors.refusals import was_said_here
 from kvd.connectors.vllm.lookup import (
     LATE,
     LATE_ADAPTER,
     SILENT,
     UNKNOWN_ADAPTER,
-    was_said_here,
 )
 from kvd.connectors.vllm.tracked import RequestStage
 
