@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kvd.connectors.vllm.identity import BlockPacking
+from kvd.connectors.vllm.requests import Counts
 from kvd.connectors.vllm.versions import TESTED
+from kvd.connectors.vllm.worker import CopyCounts
 from tests.connectors.vllm.played_vllm import connector_module
 
 
@@ -255,6 +259,15 @@ def test_where_the_kv_of_a_prompt_came_from(load, sent, read, told):
     found = connector.get_external_cache_hit_sources(request, 64)
 
     assert {source.name: n for source, n in found.items()} == told
+
+
+def test_all_that_is_counted_is_told_and_stands_on_the_page(load):
+    load()
+    told = sys.modules["kvd.connectors.vllm.stats"].COUNTERS
+    page = (Path(__file__).parents[3] / "docs" / "howto" / "vllm.md").read_text("utf-8")
+
+    assert {*told} == {*vars(Counts()), *vars(CopyCounts())}
+    assert [name for name in told if f"`vllm:kvd_{name}`" not in page] == []
 
 
 # ---- beside another connector --------------------------------------------------------------------
