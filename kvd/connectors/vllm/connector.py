@@ -40,6 +40,7 @@ from kvd.connectors.vllm.layout import (
     page_size_of,
     scheduled_sizes,
 )
+from kvd.connectors.vllm.log import logger
 from kvd.connectors.vllm.options import options_of
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
@@ -73,8 +74,6 @@ if TYPE_CHECKING:
     from kvd.client import SyncNode
     from kvd.connectors.vllm.layout import LayerGroup
     from kvd.connectors.vllm.orders import StepOrders
-
-logger = logging.getLogger("kvd.connectors.vllm")
 
 NAME: Final = "KvdConnector"
 
@@ -432,7 +431,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_caches, self._groups, n_blocks=self._n_blocks, tag=self._packing.tag
             )
         except KvdError as error:
-            logger.error("kvd: %s", error)  # noqa: TRY400 - no traceback belongs to it
+            logger.error("kvd: %s", error)
             raise Unfit(str(error)) from None
 
     @classmethod

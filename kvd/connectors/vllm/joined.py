@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from kvd.client import Code, KvdError
 from kvd.connectors.refusals import BROKEN
 from kvd.connectors.vllm.beside import BesideTask, in_thread
+from kvd.connectors.vllm.log import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from kvd.client import EngineBlocks, LeaseKey, Worker
     from kvd.connectors.vllm.beside import Start
     from kvd.connectors.vllm.log import ConnectorLog
-
-logger = logging.getLogger("kvd.connectors.vllm")
 
 REJOIN_S: Final = 1.0
 """Between two attempts to join one session."""

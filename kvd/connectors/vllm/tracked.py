@@ -7,6 +7,9 @@ It goes through::
     MEETING --delivered----^ '---blocks, of which it fills none--> COMPUTING <---copied-----'
     whatever fails: ALONE, it is computed as if kvd were not there
 
+Where a tier has more of it than the cache, its claim is made anew, and it goes on PROBING until
+those pages are here.
+
 A request is of the session in which it was looked up. When that is over, or the daemon begins
 another life, the request is ALONE: the numbers of its pages mean nothing any more.
 """
