@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import transformers
 
-from kvd.connectors.daemon_link import ConnectorSession
+from kvd.connectors.daemon_link import ConnectorSession, prefix_of
 from kvd.connectors.transformers.copies import NotWhole, PageCopies
 from kvd.connectors.transformers.layout import PoolFit
 
@@ -94,7 +94,7 @@ class CacheLink:
                 return None
             node, copies = asked
             tokens = ids[0].cpu().numpy()
-            lease = node.lease(tokens, hold="prefix", namespace=namespace, deadline_s=0)
+            lease = prefix_of(node, tokens, namespace)
             cache = copies.empty()
             # The last token is computed in any case, for what comes behind it.
             most = (ids.shape[1] - 1) // copies.page_size * copies.page_size

@@ -25,7 +25,7 @@ WRITTEN_S = 0.1
 
 def with_disk(directory):
     """A pool, and a disk below it."""
-    disk = {"directory": str(directory / "disk"), "size": "64MiB", "max_moving": "1MiB"}
+    disk = {"directory": str(directory / "disk"), "size": "64MiB", "max_moving": "1MiB", "wait_s": "60"}
     return POOL | {"pool.pages": "128"} | {f"tiers.disk.{key}": disk[key] for key in disk}
 
 
@@ -53,7 +53,7 @@ def push_out(engine, daemon):
 def pushed_out(tmp_path, engine_of):  # noqa: F811
     """An engine whose daemon has ``PROMPT`` on its disk alone."""
     with one_daemon(tmp_path, with_disk(tmp_path)) as daemon:
-        engine = engine_of(daemon)
+        engine = engine_of(daemon, computes_per_s=1.0)  # what moves is looked at, not how soon
         push_out(engine, daemon)
         yield engine, daemon
 
