@@ -13,12 +13,14 @@ import time
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from kvd.client import Code, KvdError, connect_sync
+from kvd.connectors.refusals import BROKEN, is_short
 
 if TYPE_CHECKING:
     import logging
     from collections.abc import Callable, Iterator, Mapping
 
-    from kvd.client import SyncNode
+    from kvd.client import SyncLease, SyncNode
+    from kvd.client.tokens import TokenIds
 
 F = TypeVar("F")
 
@@ -37,19 +39,35 @@ SILENT_S: Final = 5.0
 UNFIT_S: Final = 60.0
 """A pool that does not fit is looked at so often: it changes with its daemon's configuration."""
 
-SHORT: Final = frozenset({Code.NO_ROOM.value, Code.TOO_LARGE.value, Code.DEADLINE.value})
-"""Of these the daemon has no pages for what was asked, if it is the one that says so."""
 
-SILENCE: Final = "client"
-"""Who says that a daemon has not answered."""
-
-BROKEN: Final = (OSError, ValueError, RuntimeError)
-"""What sockets raise that were closed under a call, and torch where memory is short."""
+TIER_WAIT_S: Final = 0.5
+"""What lies in a tier below the pool is waited for so long; where its node says that it takes
+longer, not at all."""
 
 
-def is_short(error: KvdError) -> bool:
-    """Whether the daemon is well, and has no room for this."""
-    return error.code in SHORT and error.refusal.side != SILENCE
+def prefix_of(node: SyncNode, tokens: TokenIds, namespace: str) -> SyncLease:
+    """What is cached of a prompt, locked; what a tier has of it comes into the pool before that.
+
+    Raises:
+        KvdError: nobody can say.
+    """
+    lease = node.lease(tokens, hold="prefix", namespace=namespace, deadline_s=0)
+    if not is_worth_waiting(lease):
+        return lease
+    lease.leave()
+    # A lease that takes no pages waits for nothing; one that does, for half of its time.
+    try:
+        node.lease(tokens, namespace=namespace, deadline_s=2 * TIER_WAIT_S).leave()
+    except KvdError as error:
+        if not is_short(error):
+            raise
+    return node.lease(tokens, hold="prefix", namespace=namespace, deadline_s=0)
+
+
+def is_worth_waiting(lease: SyncLease) -> bool:
+    """Whether a tier has more of what the lease is of, and has it soon."""
+    tiers = lease.tiers
+    return tiers.tokens > 0 and tiers.ms <= TIER_WAIT_S * 1e3
 
 
 class Unserved(Exception):

@@ -14,9 +14,9 @@ from typing import Final
 
 import msgspec
 
-from kvd.client import Code, KvdError
+from kvd.client import Code
 from kvd.connectors.identity import MEMBER, digest_of, plain
-from kvd.errors import Refusal
+from kvd.connectors.refusals import refused_here
 
 logger = logging.getLogger("kvd.connectors.lmcache")
 
@@ -43,7 +43,7 @@ def check_version(version: str, *, any_version: bool) -> None:
     why = f"LMCache {version}: kvd's tier was tested with {', '.join(TESTED)}"
     if not any_version:
         more = '; set "any_version": true in adapter_params to try it'
-        raise KvdError(Refusal(Code.NOT_SUPPORTED, why + more, side="client"))
+        raise refused_here(Code.NOT_SUPPORTED, why + more)
     logger.warning("kvd: %s; it is tried, since any_version says so", why)
 
 

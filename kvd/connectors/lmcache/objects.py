@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from kvd.client import Code, KvdError
-from kvd.connectors.daemon_link import is_short
+from kvd.connectors.daemon_link import TIER_WAIT_S, is_worth_waiting
 from kvd.connectors.lmcache.names import ChunkName, page_keys
-from kvd.errors import Refusal
+from kvd.connectors.refusals import is_short, refused_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class ChunkPages:
                 "need pages of plain bytes. This has them, in as much memory:\n\n"
                 f"{SECTION.format(PAGE_BYTES, size)}"
             )
-            raise KvdError(Refusal(Code.LAYOUT_MISMATCH, why, side="client"))
+            raise refused_here(Code.LAYOUT_MISMATCH, why)
         (part,) = memory.components
         layers = sorted({tensor.layer for tensor in part.tensors})
         views = [view for layer in layers for view in pool.arrays(part.name, layer=layer).values()]
@@ -116,6 +116,13 @@ class ChunkCache:
                 return found
             node, pages = asked
             leases = self._leased(node, pages, names, hold="prefix")
+            lying = [n for n, lease in enumerate(leases) if lease and is_worth_waiting(lease)]
+            if lying:
+                _leave_all(leases)
+                # One that takes no pages waits for nothing; one that does, for half of its time.
+                wait_s, waited = 2 * TIER_WAIT_S, [names[n] for n in lying]
+                _leave_all(self._leased(node, pages, waited, hold="all", deadline_s=wait_s))
+                leases = self._leased(node, pages, names, hold="prefix")
             for number, lease in enumerate(leases):
                 found[number] = self._keep(names[number], pages, lease)
         return found
@@ -161,9 +168,7 @@ class ChunkCache:
                         leases[number] = None
                         done[number] = _written(pages, lease, data)
             finally:
-                for lease in leases:
-                    if lease is not None:
-                        _leave(lease)
+                _leave_all(leases)
         return done
 
     def look(self) -> None:
@@ -179,7 +184,13 @@ class ChunkCache:
     # ---- one object ------------------------------------------------------------------------------
 
     def _leased(
-        self, node: SyncNode, pages: ChunkPages, names: Sequence[ChunkName], *, hold: str
+        self,
+        node: SyncNode,
+        pages: ChunkPages,
+        names: Sequence[ChunkName],
+        *,
+        hold: str,
+        deadline_s: float = 0.0,
     ) -> list[SyncLease | None]:
         """A lease for each, asked for at once; None: the daemon has no pages for it."""
         calls: list[PendingCall[SyncLease]] = []
@@ -190,7 +201,7 @@ class ChunkCache:
                     keys=page_keys(name, pages.count(name.n_bytes)),
                     namespace=self._namespace(name),
                     hold=hold,
-                    deadline_s=0,
+                    deadline_s=deadline_s,
                 )
                 for name in names
             )
@@ -204,9 +215,7 @@ class ChunkCache:
         except BaseException:
             for call in calls[len(leases) :]:
                 call.cancel()
-            for lease in leases:
-                if lease is not None:
-                    _leave(lease)
+            _leave_all(leases)
             raise
         return leases
 
@@ -231,6 +240,12 @@ def _written(pages: ChunkPages, lease: SyncLease, data: Bytes) -> bool:
     finally:
         lease.leave(() if is_whole else None)
     return is_whole
+
+
+def _leave_all(leases: Sequence[SyncLease | None]) -> None:
+    for lease in leases:
+        if lease is not None:
+            _leave(lease)
 
 
 def _leave(lease: SyncLease) -> None:

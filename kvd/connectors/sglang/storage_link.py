@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final
 
 from kvd.client import Code, KvdError
 from kvd.client.mapping import bytes_per_page
-from kvd.connectors.daemon_link import AGAIN_WITHIN_S, BROKEN, ConnectorSession, Unserved
+from kvd.connectors.daemon_link import AGAIN_WITHIN_S, ConnectorSession, Unserved
+from kvd.connectors.refusals import BROKEN, is_short, refused_here
 from kvd.connectors.sglang.host_pages import LEAST_PAGE_TOKENS, UnfitHostPool
-from kvd.errors import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -79,9 +79,15 @@ class StorageSession:
         found = asked.result(AGAIN_WITHIN_S)
         n_tokens = found.tokens
         if found.tier_tokens:
-            lease = self.held(keys, namespace, deadline_s=TIER_WITHIN_S)
-            n_tokens = lease.prefix_len
-            lease.leave()
+            try:
+                # One that takes no pages would wait for nothing.
+                lease = self.node.lease(keys=keys, namespace=namespace, deadline_s=TIER_WITHIN_S)
+            except KvdError as error:
+                if not is_short(error):
+                    raise
+            else:
+                n_tokens = lease.prefix_len
+                lease.leave()
         return n_tokens // self.page_size
 
     def each_matched(self, prompts: Sequence[Sequence[bytes]], namespace: str) -> list[bool]:
@@ -89,9 +95,9 @@ class StorageSession:
         asked = [self.node.begin_match(keys=keys, namespace=namespace) for keys in prompts]
         return [call.result(AGAIN_WITHIN_S).tokens > 0 for call in asked]
 
-    def held(self, keys: Sequence[bytes], namespace: str, *, deadline_s: float = 0) -> SyncLease:
+    def held(self, keys: Sequence[bytes], namespace: str) -> SyncLease:
         """A lease of what is there of them, which takes no pages."""
-        return self.node.lease(keys=keys, hold="prefix", namespace=namespace, deadline_s=deadline_s)
+        return self.node.lease(keys=keys, hold="prefix", namespace=namespace, deadline_s=0)
 
     def filled(self, keys: Sequence[bytes], namespace: str) -> SyncLease:
         """A lease with pages for what is not there."""
@@ -156,7 +162,7 @@ class StorageLink:
             session = StorageSession(node, node.pool(options.pool), threads=options.copy_threads)
             session.blocks(pages)
         except UnfitHostPool as error:
-            raise KvdError(Refusal(Code.LAYOUT_MISMATCH, str(error), side="client")) from None
+            raise refused_here(Code.LAYOUT_MISMATCH, str(error)) from None
         return session
 
     def close(self) -> None:
@@ -212,4 +218,4 @@ class StorageLink:
 def _with_section(error: KvdError, pages: HostPages) -> KvdError:
     """The same, with the pool that would fit."""
     told = f"{error}; a pool for these pages:\n{pages.section()}"
-    return KvdError(Refusal(Code.LAYOUT_MISMATCH, told, side="client"))
+    return refused_here(Code.LAYOUT_MISMATCH, told)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 import transformers
 
-from kvd.connectors.daemon_link import ConnectorSession
+from kvd.connectors.daemon_link import ConnectorSession, prefix_of
 from kvd.connectors.transformers.copies import NotWhole, PageCopies
 from kvd.connectors.transformers.layout import PoolFit
 
@@ -157,7 +157,7 @@ class CacheLink:
                 if asked is None:
                     return None
                 node, copies = asked
-                lease = node.lease(tokens, hold="prefix", namespace=namespace, deadline_s=0)
+                lease = prefix_of(node, tokens, namespace)
                 try:
                     return use(copies, lease)
                 finally:

@@ -21,7 +21,8 @@ import msgspec
 import torch
 from transformers import DynamicCache
 
-from kvd.errors import Code, KvdError, Refusal
+from kvd.connectors.refusals import refused_here
+from kvd.errors import Code, KvdError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -213,7 +214,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 def _not_served(model: PreTrainedModel, why: str) -> KvdError:
     name = type(model).__name__
     what = f"kvd has no pages for the cache of {name}: {why}; call generate without kvd"
-    return KvdError(Refusal(Code.NOT_SUPPORTED, what, side="client"))
+    return refused_here(Code.NOT_SUPPORTED, what)
 
 
 def pool_section(model: PreTrainedModel, size: str = "4GiB") -> str:
@@ -336,4 +337,4 @@ class PoolFit:
             f"pool {self._pool.name} (family {self._pool.memory.family}) is not for this model: "
             f"{why}. The section that fits, in as much memory:\n[pool]\n{self.shape.section(size)}"
         )
-        return KvdError(Refusal(Code.LAYOUT_MISMATCH, what, side="client"))
+        return refused_here(Code.LAYOUT_MISMATCH, what)

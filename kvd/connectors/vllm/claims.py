@@ -6,6 +6,10 @@ is not evicted before it is loaded. A request claims so as it comes while few ot
 as it has blocks a step later then. Those behind them are looked up alone: an engine with a long
 queue keeps no pages for it. They claim once vLLM has given them blocks, and before that for a
 prompt which another node will decode.
+
+Where the daemon says that a tier below the pool has more of the prompt, that is asked for: by
+another claim, which is answered when those pages are in the pool. It waits no longer than the
+engine would compute them, as the user has said, and other requests go on meanwhile.
 """
 
 from __future__ import annotations
@@ -13,20 +17,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvd.client import Code, KvdError
-from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, LATE, was_said_here
+from kvd.connectors.refusals import is_short, was_said_here
+from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, LATE
 from kvd.connectors.vllm.tracked import RequestStage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvd.client import SyncLease
     from kvd.connectors.vllm.lookup import LookUps
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.requests import Requests
     from kvd.connectors.vllm.sessions import NodeLink, StepBudget
     from kvd.connectors.vllm.tracked import Tracked
-
-FULL: Final = frozenset({Code.DEADLINE.value, Code.NO_ROOM.value, Code.TOO_LARGE.value})
-"""With these the daemon refuses a lease whose pages are not free now."""
 
 MOST_AHEAD: Final = 8
 MOST_AHEAD_TOKENS: Final = 32_768
@@ -45,10 +48,12 @@ class Claims:
         now_s: Callable[[], float],
     ) -> None:
         self._saves = options.save != "none"
+        self._computes_per_s = options.computes_per_s
         self.most_ahead = MOST_AHEAD
         self._requests = requests
         self._look_ups = look_ups
         look_ups.claim_ahead = self.ahead
+        look_ups.wait_for_tier = self.wait_for_tier
         self._budget = budget
         self._now_s = now_s
 
@@ -73,23 +78,66 @@ class Claims:
         if tracked.claim is not None:
             self.take(tracked)
         if tracked.claim is not None:
-            if self._look_ups.is_late(link, tracked, ANSWER_WITHIN_S):
+            within_s = ANSWER_WITHIN_S + (tracked.tier_wait_s or 0.0)
+            if self._look_ups.is_late(link, tracked, within_s):
                 self.take(tracked)
                 if tracked.claim is not None:
-                    self._look_ups.unsure(tracked)
+                    self._is_late(link, tracked)
         elif tracked.stage is RequestStage.PROBING and tracked.call is None:
             self._look_ups.unsure(tracked)
         if tracked.stage is RequestStage.PROBING:
             return self._look_ups.is_probed(link, tracked)
         return True
 
+    def _is_late(self, link: NodeLink, tracked: Tracked) -> None:
+        """Its claim is not answered: it is computed, unless it has waited for a tier alone."""
+        claim = tracked.claim
+        if tracked.tier_wait_s is None or claim is None or link.is_silent:
+            self._look_ups.unsure(tracked)
+            return
+        tracked.claim = None
+        del self._requests.claiming[tracked.id]
+        link.cancel(claim)
+        self._look_up(link, tracked)
+
+    def wait_for_tier(self, link: NodeLink, tracked: Tracked, n_tokens: int, ms: float) -> bool:
+        """Claim it with what a tier has of it, once; false: that is computed as soon.
+
+        Args:
+            link: of its session.
+            tracked: it has no claim, and no lease.
+            n_tokens: so many of them lie there.
+            ms: and take about so long; 0: nobody knows.
+        """
+        if not self._is_soon(tracked, n_tokens, ms):
+            return False
+        tracked.tier_wait_s = wait_s = n_tokens / self._computes_per_s
+        tracked.stage, tracked.call = RequestStage.PROBING, None
+        tracked.asked_s, tracked.was_missed = self._now_s(), False
+        self.begin(link, tracked, is_whole=True, tier_wait_s=wait_s)
+        return True
+
+    def _is_soon(self, tracked: Tracked, n_tokens: int, ms: float) -> bool:
+        """Whether a tier has more of it, and that comes before it would be computed."""
+        rate = self._computes_per_s
+        if not n_tokens or rate <= 0 or tracked.tier_wait_s is not None:
+            return False
+        return ms * rate < n_tokens * 1e3
+
     def begin(
-        self, link: NodeLink, tracked: Tracked, *, is_whole: bool, is_first: bool = False
+        self,
+        link: NodeLink,
+        tracked: Tracked,
+        *,
+        is_whole: bool,
+        is_first: bool = False,
+        tier_wait_s: float = 0.0,
     ) -> None:
         """Lock what is cached, and take pages for the rest; never waits for room.
 
         ``is_first``: nothing was asked about it before, and most often nothing will be again: then
-        the daemon need not keep its tokens.
+        the daemon need not keep its tokens. ``tier_wait_s``: pages that lie in a tier are waited
+        for so long.
         """
         try:
             tracked.claim = link.ask(
@@ -99,7 +147,8 @@ class Claims:
                 hold="all" if is_whole else "prefix",
                 namespace=tracked.naming.known,
                 promise_tokens=self._look_ups.promise_tokens if is_whole else 0,
-                deadline_s=0.0,
+                # A tier is waited for until half of it is over.
+                deadline_s=2 * tier_wait_s,
             )
         except KvdError as error:
             self._requests.alone_after(tracked, error)
@@ -119,7 +168,8 @@ class Claims:
         assert claim is not None
         try:
             # Waited for: a short request has no later step in which it could be saved.
-            lease = self._budget.answered(link, claim)
+            is_waited_for = tracked.tier_wait_s is None or tracked.stage is not RequestStage.PROBING
+            lease = self._budget.answered(link, claim) if is_waited_for else link.poll(claim)
         except KvdError as error:
             self._refused(link, tracked, error)
             return
@@ -130,6 +180,24 @@ class Claims:
             return
         tracked.claim = None
         del self._requests.claiming[tracked.id]
+        tiers = lease.tiers
+        if (tiers.tokens or tiers.promoted_tokens) and self._goes_on_in_tier(link, tracked, lease):
+            return
+        self._took(link, tracked, lease)
+
+    def _goes_on_in_tier(self, link: NodeLink, tracked: Tracked, lease: SyncLease) -> bool:
+        """Whether its claim is made anew, since a tier has more of it."""
+        upto, tiers = lease.prefix_len, lease.tiers
+        tracked.from_tier = range(upto - tiers.promoted_tokens, upto)
+        if tracked.stage is not RequestStage.PROBING:
+            return False
+        if not self._is_soon(tracked, tiers.tokens, tiers.ms):
+            return False
+        link.say(lease.leave)
+        return self.wait_for_tier(link, tracked, tiers.tokens, tiers.ms)
+
+    def _took(self, link: NodeLink, tracked: Tracked, lease: SyncLease) -> None:
+        """Its lease is here."""
         found_tokens = lease.prefix_len
         known_tokens = tracked.known_tokens if tracked.claims_all else found_tokens
         tracked.took(lease, known_tokens=known_tokens, filled_tokens=found_tokens)
@@ -149,7 +217,7 @@ class Claims:
         """Its claim has ended in that error."""
         tracked.claim = None
         del self._requests.claiming[tracked.id]
-        is_full = error.code in FULL and not was_said_here(error)
+        is_full = is_short(error)
         if is_full and tracked.stage is RequestStage.PROBING:
             self._look_up(link, tracked)
             return

@@ -40,6 +40,7 @@ from kvd.connectors.vllm.layout import (
     page_size_of,
     scheduled_sizes,
 )
+from kvd.connectors.vllm.log import logger
 from kvd.connectors.vllm.options import options_of
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
@@ -73,8 +74,6 @@ if TYPE_CHECKING:
     from kvd.client import SyncNode
     from kvd.connectors.vllm.layout import LayerGroup
     from kvd.connectors.vllm.orders import StepOrders
-
-logger = logging.getLogger("kvd.connectors.vllm")
 
 NAME: Final = "KvdConnector"
 
@@ -314,11 +313,13 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """How many of these lay in this node's pool, and how many another node has sent for it."""
+        """How many of these lay in this node's pool, were sent for it, or read from a tier."""
         sent = self._half.sent_tokens(request.request_id, num_external_tokens)
+        read = self._half.tier_tokens(request.request_id, num_external_tokens)
         found = {
-            CacheHitSource.HOST: num_external_tokens - sent,
+            CacheHitSource.HOST: num_external_tokens - sent - read,
             CacheHitSource.P2P: sent,
+            CacheHitSource.DISK: read,
         }
         return {source: n for source, n in found.items() if n}
 
@@ -430,7 +431,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_caches, self._groups, n_blocks=self._n_blocks, tag=self._packing.tag
             )
         except KvdError as error:
-            logger.error("kvd: %s", error)  # noqa: TRY400 - no traceback belongs to it
+            logger.error("kvd: %s", error)
             raise Unfit(str(error)) from None
 
     @classmethod

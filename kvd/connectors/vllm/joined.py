@@ -8,7 +8,9 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvd.client import Code, KvdError
+from kvd.connectors.refusals import BROKEN
 from kvd.connectors.vllm.beside import BesideTask, in_thread
+from kvd.connectors.vllm.log import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
     from kvd.client import EngineBlocks, LeaseKey, Worker
     from kvd.connectors.vllm.beside import Start
     from kvd.connectors.vllm.log import ConnectorLog
-
-logger = logging.getLogger("kvd.connectors.vllm")
 
 REJOIN_S: Final = 1.0
 """Between two attempts to join one session."""
@@ -133,7 +133,7 @@ class PoolJoin:
         self._next_try_s = self._now_s() + REJOIN_S
         try:
             self._joined = joining.take()
-        except (KvdError, OSError, ValueError, RuntimeError) as error:
+        except (KvdError, *BROKEN) as error:
             is_unfit = isinstance(error, KvdError) and error.code == Code.LAYOUT_MISMATCH.value
             self.unfit = str(error) if is_unfit else ""
             self._log.changed(

@@ -25,7 +25,8 @@ import msgspec
 
 from kvd.client import LayerMemory
 from kvd.client.mover.engine_memory import HOST, BlockLayout, block_layout
-from kvd.errors import Code, KvdError, Refusal
+from kvd.connectors.refusals import refused_here
+from kvd.errors import Code, KvdError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -502,4 +503,4 @@ def _wrong_bytes(layers: EngineLayers, n_layers: int, n_bytes: int) -> list[str]
 
 
 def _unfit(message: str) -> KvdError:
-    return KvdError(Refusal(Code.LAYOUT_MISMATCH, message, side="client"))
+    return refused_here(Code.LAYOUT_MISMATCH, message)

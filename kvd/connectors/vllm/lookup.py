@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvd.client import Code, KvdError
 from kvd.connectors.identity import UnknownWeights, digest_of
+from kvd.connectors.refusals import refused_here
 from kvd.connectors.vllm.tracked import RequestStage, Tracked
-from kvd.errors import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,9 +66,6 @@ an enumeration.
 
 BEFORE_BLOCKS: Final = (*LOOKED_UP, RequestStage.FOUND)
 
-HERE: Final = "client"
-"""The side of what no daemon has refused."""
-
 UNACCEPTED: Final = "offered"
 """The state of a receive whose source has not said that it sends."""
 
@@ -94,6 +91,9 @@ class LookUps:
         """Sent by other nodes, since somebody asked."""
         self.claim_ahead: Callable[[NodeLink, Tracked], bool] = lambda *_: False
         """Claims the pages of a request with its look-up, where that is all right; else False."""
+        self.wait_for_tier: Callable[[NodeLink, Tracked, int, float], bool] = lambda *_: False
+        """Claims a request with the pages of it that lie in a tier, where these come soon enough:
+        how many tokens they have, and how many ms they take; else False."""
         self.has_begun: Callable[[NodeLink, Tracked], bool] = lambda *_: False
         """Whether enough of a request has come from another node that it may have blocks."""
         self.as_it_comes: Callable[[], bool] = lambda: False
@@ -165,6 +165,7 @@ class LookUps:
             request_id=_as_name(tracked.id) if meeting.number else "",
             is_open=meeting.open,
             as_it_comes=meeting.number > 0 and not tracked.transfer.sends and self.as_it_comes(),
+            tiers="now",  # what its own node has below the pool comes from the other one as soon
         )
         if meeting.number:
             tracked.probe = link.ask(
@@ -239,6 +240,9 @@ class LookUps:
                 self.unsure(tracked)
                 return True
         if found is None:
+            return False
+        n_more, ms = found.tier_tokens, found.tier_ms
+        if n_more and self.wait_for_tier(link, tracked, n_more, ms):
             return False
         self.found(tracked, found.tokens)
         return True
@@ -408,10 +412,5 @@ def why_unmet(error: KvdError) -> str:
     return f"{error.code}: {error.refusal.message}" if is_of_nodes else error.code
 
 
-def was_said_here(error: KvdError) -> bool:
-    """Whether the daemon has said nothing of it: its word did not come, or it was not asked."""
-    return error.refusal.side == HERE
-
-
 def _given_up(why: str) -> KvdError:
-    return KvdError(Refusal(Code.DEADLINE, why, side=HERE))
+    return refused_here(Code.DEADLINE, why)

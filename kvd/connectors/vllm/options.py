@@ -43,6 +43,9 @@ class VllmOptions(msgspec.Struct, frozen=True, rename=lambda name: PREFIX + name
     """So long a step of the scheduler waits for an answer of the daemon, at most."""
     load_parts: bool = False
     """Fill the blocks of a prompt while it still comes from the node that computes it."""
+    computes_per_s: float = 10_000.0
+    """So many tokens of a prompt the engine computes in a second, as far as its user knows: what a
+    tier has of a prompt is waited for no longer than that takes; 0: nothing is."""
     copy_threads: int = 1
     """So many threads of each worker copy, where its blocks are in host memory."""
     any_version: bool = False

@@ -12,12 +12,12 @@ import itertools
 from typing import TYPE_CHECKING, Any, Final
 
 from kvd.client import Code, KvdError
+from kvd.connectors.refusals import was_said_here
 from kvd.connectors.vllm.lookup import (
     LATE,
     LATE_ADAPTER,
     SILENT,
     UNKNOWN_ADAPTER,
-    was_said_here,
 )
 from kvd.connectors.vllm.tracked import RequestStage
 
@@ -40,6 +40,8 @@ class Counts:
         """Loaded, or about to be."""
         self.received_tokens = 0
         """Of these, sent by another node."""
+        self.tier_tokens = 0
+        """Of those that are loaded, read from a tier below the pool."""
         self.unmet = 0
         """Prompts of which another node was to send KV, and did not."""
         self.failed_loads = 0

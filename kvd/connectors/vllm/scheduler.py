@@ -474,6 +474,8 @@ class SchedulerHalf:
             tracked.loads_to = tracked.local_tokens + external_tokens
             tracked.stage, tracked.asked_s = RequestStage.CLAIMING, self._now_s()
             self.counts.hit_tokens += external_tokens
+            if tracked.from_tier:
+                self.counts.tier_tokens += tracked.tier_tokens(external_tokens)
         elif tracked.stage is RequestStage.NAMING:
             self._requests.alone(tracked, LATE_ADAPTER)
             return
@@ -498,6 +500,11 @@ class SchedulerHalf:
         """Of the tokens that this one loads, those that another node has sent for it."""
         tracked = self._requests.here.get(request_id)
         return 0 if tracked is None else tracked.sent_tokens(external_tokens)
+
+    def tier_tokens(self, request_id: str, external_tokens: int) -> int:
+        """Of the same, those that were read from a tier for it."""
+        tracked = self._requests.here.get(request_id)
+        return 0 if tracked is None else tracked.tier_tokens(external_tokens)
 
     # ---- a step ------------------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
 
 from kvd.client import Code, KvdError
+from kvd.connectors.refusals import BROKEN, refused_here
 from kvd.connectors.vllm.beside import BesideTask, in_thread
-from kvd.errors import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,9 +34,6 @@ T = TypeVar("T")
 
 OVER: Final = frozenset({Code.POOL_CHANGED.value, Code.UNKNOWN_SESSION.value})
 """Of these the session is over, whatever call ends in them."""
-
-BROKEN: Final = (OSError, ValueError, RuntimeError)
-"""What sockets and an ``epoll`` raise that were closed under a call."""
 
 RETRY_S: Final = 0.5
 """A daemon that is not there is looked for so often."""
@@ -271,7 +268,7 @@ class NodeLink:
         self.failures += 1
         self.is_broken = True
         why = f"the session's sockets are closed ({error}): it is over"
-        return KvdError(Refusal(Code.UNREACHABLE, why, side="client"))
+        return refused_here(Code.UNREACHABLE, why)
 
 
 class DaemonLife(NamedTuple):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 COUNTERS = {
     "hit_tokens": "Prompt tokens whose KV came from kvd.",
     "received_tokens": "Of these, sent by another node.",
+    "tier_tokens": "Of them too, read from a tier below the pool.",
     "unmet": "Prompts of which another node was to send KV, and did not.",
     "failed_loads": "Requests that were computed after kvd had promised their KV.",
     "went_alone": "Requests that were computed without kvd, or went on without it.",

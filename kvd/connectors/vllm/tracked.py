@@ -7,6 +7,9 @@ It goes through::
     MEETING --delivered----^ '---blocks, of which it fills none--> COMPUTING <---copied-----'
     whatever fails: ALONE, it is computed as if kvd were not there
 
+Where a tier has more of it than the cache, its claim is made anew, and it goes on PROBING until
+those pages are here.
+
 A request is of the session in which it was looked up. When that is over, or the daemon begins
 another life, the request is ALONE: the numbers of its pages mean nothing any more.
 """
@@ -119,6 +122,10 @@ class Tracked:
     """And has said so often since that it has blocks."""
     found_tokens = 0
     """The KV of so many is in the cache, or in the pages of its own lease."""
+    tier_wait_s: float | None = None
+    """So long it waits for what a tier has of it; None: it was not seen that one has anything."""
+    from_tier = range(0)
+    """Tokens of its prompt that were read from a tier for it."""
     sent_from: int | None = None
     """From here on another node has sent it; None: nothing of it."""
     started_tokens = 0
@@ -193,6 +200,11 @@ class Tracked:
         if self.sent_from is None:
             return 0
         return max(0, self.loads_to - max(self.sent_from, self.loads_to - external_tokens))
+
+    def tier_tokens(self, external_tokens: int) -> int:
+        """Of the tokens that it loads, those that were read from a tier for it."""
+        first, read = self.loads_to - external_tokens, self.from_tier
+        return max(0, min(self.loads_to, read.stop) - max(first, read.start))
 
     def unknown_tokens(self, upto_tokens: int) -> list[int]:
         """Those below ``upto_tokens`` that its lease does not know."""

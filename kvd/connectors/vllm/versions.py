@@ -68,6 +68,7 @@ except ImportError:
 
         HOST = "host"
         P2P = "p2p"
+        DISK = "disk"
 
 
 try:

@@ -23,7 +23,7 @@ from kvd.client.mover.pending_copy import CopyState
 from kvd.connectors.vllm import layout
 from kvd.connectors.vllm.beside import BesideTask, in_thread
 from kvd.connectors.vllm.joined import JoinedPool, PoolJoin
-from kvd.connectors.vllm.log import ConnectorLog
+from kvd.connectors.vllm.log import ConnectorLog, logger
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.sessions import IDLE_WAIT_S
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from kvd.connectors.vllm.layout import EngineLayers, LayerGroup
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.orders import CopyOrder, StepOrders
-
-logger = logging.getLogger("kvd.connectors.vllm")
 
 CHECK_NAME = "vllm-check"
 """Of the session that only looks whether the pool fits."""

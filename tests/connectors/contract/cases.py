@@ -35,6 +35,7 @@ EVERY = tuple(Step)
 CASES = (
     *(Case(step.value, "crowded", (step,)) for step in Step),
     Case("pool full", "full"),
+    Case("prompt in a tier", "tiered"),
     Case("aborted", "aborted", EVERY),
     Case("reset", "reset", EVERY),
     Case("daemon killed", "killed", EVERY),

@@ -65,7 +65,7 @@ class VllmEngine(PlayedEngine):
         self.rows, self._away = {}, set()
         self.counted = CountedBlocks(self.rows)
         self.layers = {f"layer {n}": self._layer() for n in range(LAYERS)}
-        told = VllmOptions(endpoint=endpoint, reserve_tokens=GENERATED)
+        told = VllmOptions(endpoint=endpoint, reserve_tokens=GENERATED, computes_per_s=1.0)
         self.half = SchedulerHalf(
             told,
             base_namespace=self.namespace,

@@ -33,6 +33,8 @@ pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[3]
 COMES_S = 60.0
+WRITTEN_S = 0.05
+"""What is next to be evicted is written in that time, most often; what was not is done anew."""
 CACHED = (len(PREFIX) - 1) // PAGE * PAGE
 OTHER = prompt_of(5 * PAGE + 1, 3)
 
@@ -181,6 +183,26 @@ def test_full(stage, engine_of):
         assert engine.answer(PROMPT) == CACHED
         engine.settle()
     is_well(engine, stage)
+
+
+def test_tiered(kind, engine_of, tmp_path):
+    """What was evicted to a disk is loaded from there, once all of it was written before that."""
+    disk = {"directory": str(tmp_path / "disk"), "size": "64MiB", "max_moving": "1MiB"}
+    below = {f"tiers.disk.{key}": value for key, value in disk.items()}
+    with stage_for({**kind.pool, **below, "tiers.disk.wait_s": "60"}) as stage:
+        engine = engine_of(stage)
+        end_s = time.monotonic() + COMES_S
+        for seed in itertools.count(200):
+            loaded = engine.answer(PREFIX) if not engine.cached(PREFIX[:-1]) else 0
+            engine.settle()
+            if loaded == CACHED:
+                break
+            assert time.monotonic() < end_s, "nothing ever comes from the disk"
+            engine.answer(prompt_of(4 * PAGE + 1, seed))
+            engine.settle()
+            time.sleep(WRITTEN_S)
+        is_well(engine, stage)
+        engine.close()
 
 
 @in_steps("aborted")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from kvd.client import Code, KvdError, LeaseKey
+from kvd.client import Code, KvdError, LeaseKey, LeaseTiers, Matched
 from kvd.connectors.vllm.options import VllmOptions
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
@@ -95,6 +95,8 @@ class Call:
 
 
 class Lease:
+    tiers = LeaseTiers()
+
     def __init__(self, node, tokens, prefix_len, n_pages):
         node.last += 1
         self.node, self.id, self.tokens = node, node.last, list(tokens)
@@ -203,12 +205,13 @@ class StandInNode:
         self.ended = []
         self.pending, self.receives, self.released, self.handed = [], [], [], []
         self.opens, self.opened = True, []
-        self.cached = []
+        self.cached, self.tier = [], []
+        self.tier_ms = 1.0
         self.leases = {}
         self.last = 0
         self.receive_fails = self.epoch_fails = None
         self.receives_hang = False
-        self.unaccepted, self.epochs = [], []
+        self.unaccepted, self.epochs, self.waited_s = [], [], []
         self.asked = []
 
     @property
@@ -222,14 +225,17 @@ class StandInNode:
     def share(self, tokens):
         self.cached.append(tuple(tokens[: len(tokens) // BLOCK * BLOCK]))
 
-    def found(self, tokens):
+    def found(self, tokens, among=None):
         best = 0
-        for one in self.cached:
+        for one in self.cached if among is None else among:
             n = 0
             while n < min(len(one), len(tokens)) and one[n] == tokens[n]:
                 n += 1
             best = max(best, n // BLOCK * BLOCK)
         return best
+
+    def in_tier(self, tokens):
+        return max(0, self.found(tokens, self.tier) - self.found(tokens))
 
     def gather(self):
         """Each call is said at once here."""
@@ -260,23 +266,34 @@ class StandInNode:
 
         def match():
             self.alive()
-            return SimpleNamespace(tokens=self.found(getattr(prompt, "tokens", prompt)))
+            tokens = getattr(prompt, "tokens", prompt)
+            found = self.found(tokens)
+            n_more = self.in_tier(tokens)
+            return Matched(found, load=0, free=0, tier_tokens=n_more, tier_ms=self.tier_ms)
 
         return Call(self, match)
 
     def begin_lease(self, prompt, *, hold="all", namespace="", deadline_s=30.0, **more):
         self.alive()
         tokens = getattr(prompt, "tokens", prompt)
-        assert deadline_s == 0, "a scheduler never waits for room"
+        waits = deadline_s > 0
+        assert not waits or self.in_tier(tokens), "a scheduler never waits for room"
         self.asked.append(namespace)
+        if waits:
+            self.waited_s.append(deadline_s / 2)
 
         def lease():
             self.alive()
+            n_more = self.in_tier(tokens)
+            if waits:
+                self.share(tokens[: self.found(tokens, self.tier)])
             prefix = self.found(tokens)
             n_tokens = prefix if hold == "prefix" else len(tokens)
             if hold == "all" and self.is_full:
                 raise refusal(Code.DEADLINE)
-            return Lease(self, tokens, prefix, -(-n_tokens // BLOCK))
+            made = Lease(self, tokens, prefix, -(-n_tokens // BLOCK))
+            made.tiers = LeaseTiers(n_more if waits else 0, 0 if waits else n_more, self.tier_ms)
+            return made
 
         return Call(self, lease, lambda one: one.begin_release())
 

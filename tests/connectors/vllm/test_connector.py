@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kvd.connectors.vllm.identity import BlockPacking
+from kvd.connectors.vllm.requests import Counts
 from kvd.connectors.vllm.versions import TESTED
+from kvd.connectors.vllm.worker import CopyCounts
 from tests.connectors.vllm.played_vllm import connector_module
 
 
@@ -237,16 +241,33 @@ def test_where_the_user_has_said_it_lines_are_written_there(load, loggers, name)
 
 
 @pytest.mark.parametrize(
-    ("sent", "told"), [(0, {"HOST": 64}), (24, {"HOST": 40, "P2P": 24}), (64, {"P2P": 64})]
+    ("sent", "read", "told"),
+    [
+        (0, 0, {"HOST": 64}),
+        (24, 0, {"HOST": 40, "P2P": 24}),
+        (64, 0, {"P2P": 64}),
+        (0, 48, {"HOST": 16, "DISK": 48}),
+    ],
 )
-def test_where_the_kv_of_a_prompt_came_from(load, sent, told):
+def test_where_the_kv_of_a_prompt_came_from(load, sent, read, told):
     connector = started(load())
-    connector._scheduler = SimpleNamespace(sent_tokens=lambda request, n: sent)
+    connector._scheduler = SimpleNamespace(
+        sent_tokens=lambda request, n: sent, tier_tokens=lambda request, n: read
+    )
     request = SimpleNamespace(request_id="r1")
 
     found = connector.get_external_cache_hit_sources(request, 64)
 
     assert {source.name: n for source, n in found.items()} == told
+
+
+def test_all_that_is_counted_is_told_and_stands_on_the_page(load):
+    load()
+    told = sys.modules["kvd.connectors.vllm.stats"].COUNTERS
+    page = (Path(__file__).parents[3] / "docs" / "howto" / "vllm.md").read_text("utf-8")
+
+    assert {*told} == {*vars(Counts()), *vars(CopyCounts())}
+    assert [name for name in told if f"`vllm:kvd_{name}`" not in page] == []
 
 
 # ---- beside another connector --------------------------------------------------------------------

@@ -354,6 +354,21 @@ def test_nor_where_layers_have_states(seed):
     walk(seed, has_states=True)
 
 
+def tiered(made):
+    """Worlds with a tier below their pool; ``made`` has them."""
+
+    def world_of(**how):
+        made.append(World(has_tier=True, **how))
+        return made[-1]
+
+    return world_of
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nor_where_a_tier_has_what_was_evicted(seed):
+    walk(seed, world_of=tiered([]))
+
+
 def test_walks_of_seeds_that_nobody_chose():
     """And the negative control: what is looked for above does happen."""
     first = random.SystemRandom().randrange(1000, 1_000_000)
@@ -361,6 +376,10 @@ def test_walks_of_seeds_that_nobody_chose():
         assert sum(walk(seed) for seed in range(first, first + 10)) > 0
         assert sum(walk(seed, window=7) for seed in range(first, first + 10)) > 0
         assert sum(walk(seed, has_states=True) for seed in range(first, first + 10)) > 0
+        worlds = []
+        for seed in range(first, first + 10):
+            walk(seed, world_of=tiered(worlds))
+        assert sum(world.n_promoted for world in worlds) > 0
     except AssertionError as error:
         error.add_note(f"seeds {first} to {first + 9}")
         raise

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from kvd.client import Code, KvdError, LeaseKey
+from kvd.client import Code, KvdError, LeaseKey, LeaseTiers, Matched
 from kvd.client.mover.pending_copy import CopyState
 from kvd.client.mover.pieces import NO_BLOCK
 from kvd.connectors.identity import UnknownWeights
@@ -103,6 +103,8 @@ class WorldCall:
 
 
 class WorldLease:
+    tiers = LeaseTiers()
+
     def __init__(self, node, tokens, pages, prefix_len, namespace):
         world = node.world
         world.last += 1
@@ -311,22 +313,30 @@ class WorldNode:
 
         def match():
             self.alive()
-            return SimpleNamespace(tokens=len(self.world.found(tokens, namespace)) * BLOCK)
+            found = len(self.world.found(tokens, namespace)) * BLOCK
+            more = len(self.world.in_tier(tokens, namespace)) * BLOCK
+            return Matched(found, load=0, free=0, tier_tokens=more)
 
         return WorldCall(self, match)
 
     def begin_lease(self, prompt, *, hold, namespace, deadline_s, **more):
         self.alive()
         tokens = list(getattr(prompt, "tokens", prompt))
-        assert deadline_s == 0, "a scheduler never waits for room"
+        waits = deadline_s > 0
+        assert not waits or self.world.has_tier, "a scheduler never waits for room"
 
         def lease():
             self.alive()
+            lying, n_read = len(self.world.in_tier(tokens, namespace)), 0
+            if waits:
+                n_read = self.world.promote(tokens, namespace)
             found = self.world.found(tokens, namespace)
             n_pages = -(-len(tokens) // BLOCK)
             more = [] if hold == "prefix" else self.world.take(n_pages - len(found), keep=found)
             known = tokens if hold == "all" else tokens[: len(found) * BLOCK]
-            return WorldLease(self, known, found + more, len(found) * BLOCK, namespace)
+            made = WorldLease(self, known, found + more, len(found) * BLOCK, namespace)
+            made.tiers = LeaseTiers(n_read * BLOCK, 0 if waits else lying * BLOCK)
+            return made
 
         return WorldCall(self, lease, lambda one: one.begin_release())
 
@@ -613,9 +623,12 @@ class Adapter:
 class World:
     """The daemon of a node, in one life after the other."""
 
-    def __init__(self, *, has_states=False):
-        """``has_states``: the last layer has one for a page, that of all tokens up to its last."""
-        self.has_states = has_states
+    def __init__(self, *, has_states=False, has_tier=False):
+        """``has_states``: the last layer has one for a page, that of all tokens up to its last.
+        ``has_tier``: what is evicted lies below the pool, and outlives the daemon.
+        """
+        self.has_states, self.has_tier = has_states, has_tier
+        self.tier, self.n_promoted = {}, 0
         self.life, self.last = 1, 0
         self.nodes, self.foreign, self.handed = [], [], []
         self.rooms = set()
@@ -682,8 +695,36 @@ class World:
         cached = set(self.cached.values())
         free.sort(key=lambda page: page in cached)
         taken = free[: max(0, n)]
-        self.cached = {key: page for key, page in self.cached.items() if page not in taken}
+        for key, page in list(self.cached.items()):
+            if page in taken:
+                if self.has_tier:
+                    self.tier[key] = [layer[page].copy() for layer in self.memory]
+                del self.cached[key]
         return taken
+
+    def in_tier(self, tokens, namespace):
+        """The keys of pages that lie there, behind those that are cached."""
+        first, keys = len(self.found(tokens, namespace)) + 1, []
+        for n in range(first, len(tokens) // BLOCK + 1):
+            key = (self.epoch, namespace, *tokens[: n * BLOCK])
+            if key not in self.tier:
+                break
+            keys.append(key)
+        return keys
+
+    def promote(self, tokens, namespace):
+        """How many of these are cached again: as many as there is room for."""
+        keys, n_before = self.in_tier(tokens, namespace), self.n_promoted
+        for key in keys:
+            try:
+                (page,) = self.take(1, keep=self.found(tokens, namespace))
+            except KvdError:
+                break
+            for layer, kv in zip(self.memory, self.tier[key], strict=True):
+                layer[page] = kv
+            self.cached[key] = page
+            self.n_promoted += 1
+        return self.n_promoted - n_before
 
     def drop(self, lease):
         """It goes once no copy to its pages, or from them, is under way."""
