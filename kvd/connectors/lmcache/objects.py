@@ -185,15 +185,20 @@ class ChunkCache:
         calls: list[PendingCall[SyncLease]] = []
         leases: list[SyncLease | None] = []
         try:
-            calls.extend(
-                node.begin_lease(
-                    keys=page_keys(name, pages.count(name.n_bytes)),
-                    namespace=self._namespace(name),
-                    hold=hold,
-                    deadline_s=0,
+            # They leave with one write, so that the daemon wakes once, and so does this thread.
+            node.gather()
+            try:
+                calls.extend(
+                    node.begin_lease(
+                        keys=page_keys(name, pages.count(name.n_bytes)),
+                        namespace=self._namespace(name),
+                        hold=hold,
+                        deadline_s=0,
+                    )
+                    for name in names
                 )
-                for name in names
-            )
+            finally:
+                node.send_gathered()
             for call in calls:
                 try:
                     leases.append(call.result())
