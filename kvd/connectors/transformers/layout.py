@@ -13,6 +13,7 @@ interior; a latent's views are its two parts.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from typing import TYPE_CHECKING, Any, Final
@@ -135,6 +136,13 @@ class CacheShape(msgspec.Struct, frozen=True, eq=False):
         yield "size", f'"{size}"'
 
 
+@functools.cache
+def cache_argument(kind: type[PreTrainedModel]) -> str:
+    """What models of this class call their cache, in this version of transformers."""
+    takes = inspect.signature(kind.forward).parameters
+    return next((name for name in ARGUMENTS if name in takes), ARGUMENTS[-1])
+
+
 def shape_of(model: PreTrainedModel) -> CacheShape:
     """What the cache of ``model`` holds: it computes one token for that.
 
@@ -143,8 +151,7 @@ def shape_of(model: PreTrainedModel) -> CacheShape:
     """
     if model.config.is_encoder_decoder:
         raise _not_served(model, "it has an encoder")
-    takes = inspect.signature(model.forward).parameters
-    argument = next((name for name in ARGUMENTS if name in takes), ARGUMENTS[-1])
+    argument = cache_argument(type(model))
     cache = DynamicCache(config=model.config)
     first = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     with torch.no_grad():
