@@ -27,7 +27,7 @@ from kvd.errors import Code, KvdError, Refusal
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
     from kvd.client import Pool
 
@@ -44,6 +44,13 @@ ARGUMENTS: Final = ("cache", "cache_params", "past_key_values")
 
 CONV, SCAN = "conv", "ssm"
 """The tensors of a state, by their names in the pool."""
+
+LOOKED_AT: Final = 16
+"""Tokens that are computed whole and in two pieces, of a model with states."""
+
+EXACT: Final = 1e-3
+ROUNDED: Final = 3e-2
+"""How far apart logits may be then, of the largest one: in 32 bits or more, and in fewer."""
 
 
 class KvShape(msgspec.Struct, frozen=True):
@@ -139,8 +146,30 @@ class CacheShape(msgspec.Struct, frozen=True, eq=False):
 @functools.cache
 def cache_argument(kind: type[PreTrainedModel]) -> str:
     """What models of this class call their cache, in this version of transformers."""
-    takes = inspect.signature(kind.forward).parameters
-    return next((name for name in ARGUMENTS if name in takes), ARGUMENTS[-1])
+    return next((name for name in ARGUMENTS if name in _takes(kind)), ARGUMENTS[-1])
+
+
+@functools.cache
+def _takes(kind: type[PreTrainedModel]) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
+def compute(
+    model: PreTrainedModel, ids: torch.Tensor, cache: Cache, *, first: int, logits: int = 1
+) -> torch.Tensor:
+    """Compute (1, tokens) behind the ``first`` ones that ``cache`` holds.
+
+    Returns:
+        (1, logits, vocabulary) of the last so many, or of all of them where a model tells no fewer.
+    """
+    takes, how = _takes(type(model)), {cache_argument(type(model)): cache}
+    more: dict[str, object] = {"logits_to_keep": logits} if "logits_to_keep" in takes else {}
+    if "position_ids" in takes:
+        # Some count from 0 if they are told none, whatever is in their cache.
+        more["position_ids"] = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=ids, use_cache=True, **how, **more).logits
+    return found
 
 
 def shape_of(model: PreTrainedModel) -> CacheShape:
@@ -154,9 +183,23 @@ def shape_of(model: PreTrainedModel) -> CacheShape:
     argument = cache_argument(type(model))
     cache = DynamicCache(config=model.config)
     first = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    with torch.no_grad():
-        model(input_ids=first, use_cache=True, **{argument: cache})
+    try:
+        compute(model, first, cache, first=0)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise _not_served(model, f"it does not compute in a DynamicCache ({error})") from error
     shape = CacheShape(argument, tuple(_layer(model, layer) for layer in cache.layers))
+    _require_alike(model, shape)
+    if not (shape.has_kv or shape.has_states):
+        raise _not_served(model, "no layer of its cache holds anything")
+    if type(model)._is_stateful and not shape.has_states:  # noqa: SLF001 - it is named nowhere else
+        # Of one that keeps it in its modules, a prompt would go on from the state of another one.
+        raise _not_served(model, "it has a state, and its cache holds none")
+    if shape.has_states:
+        _require_that_it_goes_on(model)
+    return shape
+
+
+def _require_alike(model: PreTrainedModel, shape: CacheShape) -> None:
     groups: dict[str, set[str]] = {"whole": set(), "window": set(), "state": set()}
     for layer in shape.layers:
         if layer.kv is not None:
@@ -167,9 +210,25 @@ def shape_of(model: PreTrainedModel) -> CacheShape:
     for kind, found in groups.items():
         if len(found) > 1:
             raise _not_served(model, f"its layers are unlike ({kind}): {'; '.join(sorted(found))}")
-    if not (shape.has_kv or shape.has_states):
-        raise _not_served(model, "no layer of its cache holds anything")
-    return shape
+
+
+def _require_that_it_goes_on(model: PreTrainedModel) -> None:
+    """From a state, by several tokens, as if it had computed all of them in one piece.
+
+    Not every model does: those of Mamba 1 begin a convolution anew behind it.
+    """
+    if model.training:
+        raise _not_served(model, "it has states, and is in training mode: call eval() before")
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.arange(LOOKED_AT, device=model.device)[None] % vocabulary
+    n, cache = LOOKED_AT // 2, DynamicCache(config=model.config)
+    whole = compute(model, ids, DynamicCache(config=model.config), first=0, logits=n)[:, -n:]
+    compute(model, ids[:, :-n], cache, first=0)
+    rest = compute(model, ids[:, -n:], cache, first=LOOKED_AT - n, logits=n)
+    off = float((rest - whole).abs().max() / whole.abs().max())
+    if off > (EXACT if whole.dtype in {torch.float32, torch.float64} else ROUNDED):
+        why = f"it does not go on from a state as if it had computed all (off by {off:.1%})"
+        raise _not_served(model, why)
 
 
 def _layer(model: PreTrainedModel, layer: Any) -> LayerShape:
@@ -186,7 +245,7 @@ def _layer(model: PreTrainedModel, layer: Any) -> LayerShape:
 
 def _attention(model: PreTrainedModel, layer: Any) -> LayerShape:
     if not layer.is_initialized or layer.keys is None:
-        return LayerShape(model.device)  # It looks at the KV of another layer.
+        raise _not_served(model, "a layer of its cache holds nothing behind a token")
     keys, values = layer.keys, layer.values
     if keys.ndim != 4 or values.shape[1] != keys.shape[1] or values.dtype != keys.dtype:
         shapes = f"{tuple(keys.shape)} {keys.dtype}, {tuple(values.shape)} {values.dtype}"
