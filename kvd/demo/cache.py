@@ -85,7 +85,7 @@ class Seen(msgspec.Struct, frozen=True, eq=False):
 
 def forward(model: PreTrainedModel, cache: Cache, **inputs: object) -> Any:
     """Call ``model`` over ``cache``, whether that has pages or not; what the model gives."""
-    argument = cache_argument(type(model))
+    argument = cache_argument(model)
     if not any(isinstance(layer, PagedLayer) for layer in cache.layers):
         return model(**{argument: cache}, **inputs)
     own = model.config._attn_implementation  # noqa: SLF001 - there is no public name for it

@@ -25,7 +25,7 @@ from transformers import DynamicCache
 from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from transformers import Cache, PreTrainedModel
 
@@ -143,15 +143,15 @@ class CacheShape(msgspec.Struct, frozen=True, eq=False):
         yield "size", f'"{size}"'
 
 
-@functools.cache
-def cache_argument(kind: type[PreTrainedModel]) -> str:
-    """What models of this class call their cache, in this version of transformers."""
-    return next((name for name in ARGUMENTS if name in _takes(kind)), ARGUMENTS[-1])
+def cache_argument(model: PreTrainedModel) -> str:
+    """What it calls its cache, in this version of transformers."""
+    takes = _takes(type(model).forward)
+    return next((name for name in ARGUMENTS if name in takes), ARGUMENTS[-1])
 
 
 @functools.cache
-def _takes(kind: type[PreTrainedModel]) -> frozenset[str]:
-    return frozenset(inspect.signature(kind.forward).parameters)
+def _takes(forward: Callable[..., object]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def compute(
@@ -162,7 +162,7 @@ def compute(
     Returns:
         (1, logits, vocabulary) of the last so many, or of all of them where a model tells no fewer.
     """
-    takes, how = _takes(type(model)), {cache_argument(type(model)): cache}
+    takes, how = _takes(type(model).forward), {cache_argument(model): cache}
     more: dict[str, object] = {"logits_to_keep": logits} if "logits_to_keep" in takes else {}
     if "position_ids" in takes:
         # Some count from 0 if they are told none, whatever is in their cache.
@@ -180,7 +180,7 @@ def shape_of(model: PreTrainedModel) -> CacheShape:
     """
     if model.config.is_encoder_decoder:
         raise _not_served(model, "it has an encoder")
-    argument = cache_argument(type(model))
+    argument = cache_argument(model)
     cache = DynamicCache(config=model.config)
     first = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     try:

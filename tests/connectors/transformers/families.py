@@ -61,7 +61,10 @@ SERVED = {
         {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1},
     ),
     "Mamba 2 beside KV": ("BambaConfig", {**_MAMBA, "attn_layer_indices": [1, 3]}),
-    "Mamba 2 and KV in one layer": ("FalconH1Config", {**_MAMBA, "mamba_n_heads": 4}),
+    "Mamba 2 and KV in one layer": (
+        "FalconH1Config",
+        {**_MAMBA, "mamba_n_heads": 4, "mamba_d_ssm": 64},
+    ),
 }
 """By what their layers keep: the name of a configuration, and what it has beyond the others."""
 
