@@ -58,6 +58,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from typing_extensions import override
 
+from kvd.connectors.transformers.layout import cache_argument
 from kvd.device.attention import AttentionRule, BatchPages, is_latent, prefill
 
 if TYPE_CHECKING:
@@ -69,9 +70,6 @@ if TYPE_CHECKING:
 
 
 ATTENTION = "kvd-pages"
-
-CACHE_ARGUMENT = {"mamba2": "cache_params"}
-"""What a model calls its cache, by its type, where that is not ``past_key_values``."""
 
 
 class Seen(msgspec.Struct, frozen=True, eq=False):
@@ -87,7 +85,7 @@ class Seen(msgspec.Struct, frozen=True, eq=False):
 
 def forward(model: PreTrainedModel, cache: Cache, **inputs: object) -> Any:
     """Call ``model`` over ``cache``, whether that has pages or not; what the model gives."""
-    argument = CACHE_ARGUMENT.get(model.config.model_type, "past_key_values")
+    argument = cache_argument(model)
     if not any(isinstance(layer, PagedLayer) for layer in cache.layers):
         return model(**{argument: cache}, **inputs)
     own = model.config._attn_implementation  # noqa: SLF001 - there is no public name for it

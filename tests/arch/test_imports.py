@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "kvd.proxy": ENGINE_SIDE | {"kvd.proxy"},
     "kvd.cli": WHOLE | {"kvd.trace", "kvd.sim", "kvd.proxy", "kvd.cli"},
     "kvd.harness": ENGINE_SIDE | {"kvd.curve", "kvd.harness"},
-    "kvd.demo": WHOLE | {"kvd.cli", "kvd.harness", "kvd.demo"},
+    "kvd.demo": WHOLE | {"kvd.cli", "kvd.harness", "kvd.connectors", "kvd.demo"},
     "kvd.bench": WHOLE | {"kvd.trace", "kvd.cli", "kvd.harness", "kvd.bench"},
     "benchmarks": WHOLE
     | {"kvd.trace", "kvd.cli", "kvd.harness", "kvd.demo", "kvd.bench", "benchmarks"}

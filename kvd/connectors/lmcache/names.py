@@ -6,6 +6,7 @@ namespace, which tokens in the keys. Two objects with one name have the same byt
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -76,19 +77,27 @@ class Naming(msgspec.Struct, frozen=True):
 
     def namespace(self, name: ChunkName) -> str:
         """Whose KV it is; what stands before the first ``#`` has an epoch."""
-        parts = {
-            "packing": self.packing,
-            "weights": self.weights,
-            "partition": self.partition,
-            "model": name.model,
-            "rank": name.rank,
-            "group": name.group,
-            "salt": name.salt,
-            "layout": name.layout,
-            "n_bytes": name.n_bytes,
-        }
-        digest = digest_of(json.dumps(parts, sort_keys=True))
-        return f"lmcache:{plain(name.model, MODEL_CHARS)}{MEMBER}{digest}"
+        return _namespace(
+            self, name.model, name.rank, name.group, name.salt, name.layout, name.n_bytes
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _namespace(
+    naming: Naming, model: str, rank: int, group: int, salt: str, layout: str, n_bytes: int
+) -> str:
+    """Kept, since the objects of a call have one mostly: to make it takes as long as to ask."""
+    parts = {
+        **msgspec.structs.asdict(naming),
+        "model": model,
+        "rank": rank,
+        "group": group,
+        "salt": salt,
+        "layout": layout,
+        "n_bytes": n_bytes,
+    }
+    digest = digest_of(json.dumps(parts, sort_keys=True))
+    return f"lmcache:{plain(model, MODEL_CHARS)}{MEMBER}{digest}"
 
 
 def page_keys(name: ChunkName, n_pages: int) -> list[bytes]:

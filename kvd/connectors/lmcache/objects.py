@@ -196,15 +196,20 @@ class ChunkCache:
         calls: list[PendingCall[SyncLease]] = []
         leases: list[SyncLease | None] = []
         try:
-            calls.extend(
-                node.begin_lease(
-                    keys=page_keys(name, pages.count(name.n_bytes)),
-                    namespace=self._namespace(name),
-                    hold=hold,
-                    deadline_s=deadline_s,
+            # They leave with one write, so that the daemon wakes once, and so does this thread.
+            node.gather()
+            try:
+                calls.extend(
+                    node.begin_lease(
+                        keys=page_keys(name, pages.count(name.n_bytes)),
+                        namespace=self._namespace(name),
+                        hold=hold,
+                        deadline_s=deadline_s,
+                    )
+                    for name in names
                 )
-                for name in names
-            )
+            finally:
+                node.send_gathered()
             for call in calls:
                 try:
                     leases.append(call.result())

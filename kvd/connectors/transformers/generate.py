@@ -31,7 +31,7 @@ from transformers import GenerationConfig
 
 from kvd.connectors.transformers.cache import KvdCache
 from kvd.connectors.transformers.cache_link import AnswerCounts, CacheLink
-from kvd.connectors.transformers.layout import ARGUMENTS, shape_of
+from kvd.connectors.transformers.layout import ARGUMENTS, compute, shape_of
 from kvd.connectors.transformers.weights import (
     WeightWatch,
     identity_of_model,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvd.connectors.transformers")
 
-TESTED: Final = ("5.23",)
+TESTED: Final = ("5.17", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23", "5.24")
 """Series that were run, as the how-to says."""
 
 ONE_BY_ONE: Final = {
@@ -293,10 +293,8 @@ class GenerateNode:
         end = (ids.shape[1] - 1) // link.page_size * link.page_size if link.page_size else 0
         if end <= cache.n_tokens:
             return
-        keeps = {"logits_to_keep": 1} if "logits_to_keep" in _parameters(self._model) else {}
         piece = ids[:, cache.n_tokens : end].to(self._model.device)
-        with torch.no_grad():
-            self._model(input_ids=piece, use_cache=True, **{link.shape.argument: cache}, **keeps)
+        compute(self._model, piece, cache, first=cache.n_tokens)
         if self._save != "none":
             self._saved(link, cache)
 
@@ -380,7 +378,3 @@ class GenerateNode:
         has_states = self._link is not None and self._link.shape.has_states
         if has_states and settings.get("prefill_chunk_size") is not None:
             yield "prefill_chunk_size is set, and the model has states"
-
-
-def _parameters(model: PreTrainedModel) -> Mapping[str, object]:
-    return inspect.signature(model.forward).parameters

@@ -13,6 +13,7 @@ interior; a latent's views are its two parts.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from typing import TYPE_CHECKING, Any, Final
@@ -25,9 +26,9 @@ from kvd.connectors.refusals import refused_here
 from kvd.errors import Code, KvdError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
     from kvd.client import Pool
 
@@ -44,6 +45,13 @@ ARGUMENTS: Final = ("cache", "cache_params", "past_key_values")
 
 CONV, SCAN = "conv", "ssm"
 """The tensors of a state, by their names in the pool."""
+
+LOOKED_AT: Final = 16
+"""Tokens that are computed whole and in two pieces, of a model with states."""
+
+EXACT: Final = 1e-3
+ROUNDED: Final = 3e-2
+"""How far apart logits may be then, of the largest one: in 32 bits or more, and in fewer."""
 
 
 class KvShape(msgspec.Struct, frozen=True):
@@ -136,6 +144,35 @@ class CacheShape(msgspec.Struct, frozen=True, eq=False):
         yield "size", f'"{size}"'
 
 
+def cache_argument(model: PreTrainedModel) -> str:
+    """What it calls its cache, in this version of transformers."""
+    takes = _takes(type(model).forward)
+    return next((name for name in ARGUMENTS if name in takes), ARGUMENTS[-1])
+
+
+@functools.cache
+def _takes(forward: Callable[..., object]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
+
+
+def compute(
+    model: PreTrainedModel, ids: torch.Tensor, cache: Cache, *, first: int, logits: int = 1
+) -> torch.Tensor:
+    """Compute (1, tokens) behind the ``first`` ones that ``cache`` holds.
+
+    Returns:
+        (1, logits, vocabulary) of the last so many, or of all of them where a model tells no fewer.
+    """
+    takes, how = _takes(type(model).forward), {cache_argument(model): cache}
+    more: dict[str, object] = {"logits_to_keep": logits} if "logits_to_keep" in takes else {}
+    if "position_ids" in takes:
+        # Some count from 0 if they are told none, whatever is in their cache.
+        more["position_ids"] = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=ids, use_cache=True, **how, **more).logits
+    return found
+
+
 def shape_of(model: PreTrainedModel) -> CacheShape:
     """What the cache of ``model`` holds: it computes one token for that.
 
@@ -144,13 +181,26 @@ def shape_of(model: PreTrainedModel) -> CacheShape:
     """
     if model.config.is_encoder_decoder:
         raise _not_served(model, "it has an encoder")
-    takes = inspect.signature(model.forward).parameters
-    argument = next((name for name in ARGUMENTS if name in takes), ARGUMENTS[-1])
+    argument = cache_argument(model)
     cache = DynamicCache(config=model.config)
     first = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    with torch.no_grad():
-        model(input_ids=first, use_cache=True, **{argument: cache})
+    try:
+        compute(model, first, cache, first=0)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise _not_served(model, f"it does not compute in a DynamicCache ({error})") from error
     shape = CacheShape(argument, tuple(_layer(model, layer) for layer in cache.layers))
+    _require_alike(model, shape)
+    if not (shape.has_kv or shape.has_states):
+        raise _not_served(model, "no layer of its cache holds anything")
+    if type(model)._is_stateful and not shape.has_states:  # noqa: SLF001 - it is named nowhere else
+        # Of one that keeps it in its modules, a prompt would go on from the state of another one.
+        raise _not_served(model, "it has a state, and its cache holds none")
+    if shape.has_states:
+        _require_that_it_goes_on(model)
+    return shape
+
+
+def _require_alike(model: PreTrainedModel, shape: CacheShape) -> None:
     groups: dict[str, set[str]] = {"whole": set(), "window": set(), "state": set()}
     for layer in shape.layers:
         if layer.kv is not None:
@@ -161,9 +211,25 @@ def shape_of(model: PreTrainedModel) -> CacheShape:
     for kind, found in groups.items():
         if len(found) > 1:
             raise _not_served(model, f"its layers are unlike ({kind}): {'; '.join(sorted(found))}")
-    if not (shape.has_kv or shape.has_states):
-        raise _not_served(model, "no layer of its cache holds anything")
-    return shape
+
+
+def _require_that_it_goes_on(model: PreTrainedModel) -> None:
+    """From a state, by several tokens, as if it had computed all of them in one piece.
+
+    Not every model does: those of Mamba 1 begin a convolution anew behind it.
+    """
+    if model.training:
+        raise _not_served(model, "it has states, and is in training mode: call eval() before")
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.arange(LOOKED_AT, device=model.device)[None] % vocabulary
+    n, cache = LOOKED_AT // 2, DynamicCache(config=model.config)
+    whole = compute(model, ids, DynamicCache(config=model.config), first=0, logits=n)[:, -n:]
+    compute(model, ids[:, :-n], cache, first=0)
+    rest = compute(model, ids[:, -n:], cache, first=LOOKED_AT - n, logits=n)
+    off = float((rest - whole).abs().max() / whole.abs().max())
+    if off > (EXACT if whole.dtype in {torch.float32, torch.float64} else ROUNDED):
+        why = f"it does not go on from a state as if it had computed all (off by {off:.1%})"
+        raise _not_served(model, why)
 
 
 def _layer(model: PreTrainedModel, layer: Any) -> LayerShape:
@@ -180,7 +246,7 @@ def _layer(model: PreTrainedModel, layer: Any) -> LayerShape:
 
 def _attention(model: PreTrainedModel, layer: Any) -> LayerShape:
     if not layer.is_initialized or layer.keys is None:
-        return LayerShape(model.device)  # It looks at the KV of another layer.
+        raise _not_served(model, "a layer of its cache holds nothing behind a token")
     keys, values = layer.keys, layer.values
     if keys.ndim != 4 or values.shape[1] != keys.shape[1] or values.dtype != keys.dtype:
         shapes = f"{tuple(keys.shape)} {keys.dtype}, {tuple(values.shape)} {values.dtype}"
