@@ -1,7 +1,6 @@
 """Our end of the attach socket: what it told us, the memory it passed, and its hang-up.
 
-Nothing here waits, but a close for 5 ms where its last word is not read: who calls waits for the
-descriptor to become readable, on a loop or with poll.
+Nothing here waits: who calls waits for the descriptor to become readable, on a loop or with poll.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import socket
 import stat
 import struct
 import termios
-import time
 import weakref
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -46,12 +44,6 @@ if TYPE_CHECKING:
 
 ATTACH_WITHIN_S: Final = 10.0
 """A daemon that has not answered by then is not going to."""
-
-HEARD_WITHIN_S: Final = 0.005
-"""A daemon that is not held up reads a packet in less."""
-
-HEARD_LOOK_S: Final = 0.0002
-"""Nothing tells that a packet was read."""
 
 _SMALL_REQUEST_BYTES: Final = 64 * 1024
 _REQUEST_BUFFER_BYTES: Final = 1024 * 1024
@@ -316,12 +308,12 @@ class Attachment:
 
         A forked child that closes its copy does not speak for the process that attached. Without
         ``says_leave`` it is heard that this process is done with the pool when it has ended.
-        ``unheard`` takes over where the daemon has not read that at once: the connection, or None
-        where it cannot be said there any more.
+        ``unheard`` takes over what is left to see to: the connection where that is said and may not
+        be read yet, or None where it cannot be said there any more.
         """
         if self._sock.fileno() >= 0 and self.is_own and says_leave:
             is_said = leave(self._sock)
-            if unheard is not None and not (is_said and is_heard(self._sock, HEARD_WITHIN_S)):
+            if unheard is not None:
                 unheard(_over(self._sock) if is_said else None)
         self._sock.close()
         for fd in self._fds:
@@ -509,22 +501,16 @@ def _over(sock: socket.socket) -> socket.socket:
     return kept
 
 
-def is_heard(sock: socket.socket, within_s: float) -> bool | None:
+def is_heard(sock: socket.socket) -> bool | None:
     """Whether the daemon has read all that was said; None: not yet, False: it never will.
 
     Ask it once more only where it was None.
     """
-    end_s = time.monotonic() + within_s
-    while True:
-        # In this order: the kernel notes that a daemon died without reading it, then drops it.
-        unread = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
-        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            return False
-        if not unread:
-            return True
-        if time.monotonic() >= end_s:
-            return None
-        time.sleep(HEARD_LOOK_S)
+    # In this order: the kernel notes that a daemon died without reading it, then drops it.
+    unread = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
+    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        return False
+    return None if unread else True
 
 
 def too_late(path: str, within_s: float = ATTACH_WITHIN_S) -> KvdError:

@@ -38,6 +38,12 @@ QUIET_LOOK_S: Final = 0.002
 RETURN_WITHIN_S: Final = 10.0
 """How long a call waits for a daemon that is away, unless the engine says otherwise."""
 
+HEARD_WITHIN_S: Final = 0.005
+"""A daemon that is not held up reads a packet in less; a thread sees to the others."""
+
+HEARD_LOOK_S: Final = 0.0002
+"""Between two looks."""
+
 FAREWELL_S: Final = 600.0
 FAREWELL_PAUSE_S: Final = 0.2
 """How long, and how often, a node that was closed meanwhile looks for it to say so."""
@@ -165,20 +171,31 @@ def leave_later(is_over: Callable[[], bool], before: socket | None = None) -> No
 
     Args:
         is_over: tries; whether there is nothing to say any more.
-        before: the connection where it was said, and is not read yet.
+        before: the connection where it was said, and may not be read yet.
     """
-    args = (is_over, before)
-    Thread(target=_leave_when_there, args=args, name="kvd-farewell", daemon=True).start()
+    is_read = before is not None and _is_read(before, HEARD_WITHIN_S, HEARD_LOOK_S)
+    if before is not None and is_read is not None:
+        before.close()
+        before = None
+    if not is_read:
+        args = (is_over, before)
+        Thread(target=_leave_when_there, args=args, name="kvd-farewell", daemon=True).start()
+
+
+def _is_read(sock: socket, within_s: float, pause_s: float) -> bool | None:
+    """As ``is_heard``, by then."""
+    end_s = time.monotonic() + within_s
+    while (is_read := is_heard(sock)) is None and time.monotonic() < end_s:
+        time.sleep(pause_s)  # no event tells that a packet was read
+    return is_read
 
 
 def _leave_when_there(is_over: Callable[[], bool], before: socket | None) -> None:
-    end_s, pause_s = time.monotonic() + FAREWELL_S, FIRST_PAUSE_S
+    end_s = time.monotonic() + FAREWELL_S
     if before is not None:
         with before:
-            while (is_read := is_heard(before, 0)) is None and time.monotonic() < end_s:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, FAREWELL_PAUSE_S)
-        if is_read:
+            is_read = _is_read(before, FAREWELL_S, FIRST_PAUSE_S)
+        if is_read is not False:
             return
     while not is_over() and time.monotonic() < end_s:
         time.sleep(FAREWELL_PAUSE_S)  # no event tells that somebody listens
