@@ -45,7 +45,12 @@ def push_out(daemon, engine, namespace):
 def test_what_lies_on_a_disk_alone_is_read_by_another_engine(forks, models, tmp_path):
     model = models / "model"
     _, alone = forks.answers(model, None, [WARM, {}])
-    disk = {"directory": str(tmp_path / "disk"), "size": "256MiB", "max_moving": "4MiB", "wait_s": "60"}
+    disk = {
+        "directory": str(tmp_path / "disk"),
+        "size": "256MiB",
+        "max_moving": "4MiB",
+        "wait_s": "60",
+    }
     pool = POOL | {"pool.pages": "40"} | {f"tiers.disk.{key}": disk[key] for key in disk}
     with one_daemon(tmp_path, pool) as daemon:
         engine = forks.beside(model, daemon, OPTIONS)

@@ -25,7 +25,12 @@ WRITTEN_S = 0.1
 
 def with_disk(directory):
     """A pool, and a disk below it."""
-    disk = {"directory": str(directory / "disk"), "size": "64MiB", "max_moving": "1MiB", "wait_s": "60"}
+    disk = {
+        "directory": str(directory / "disk"),
+        "size": "64MiB",
+        "max_moving": "1MiB",
+        "wait_s": "60",
+    }
     return POOL | {"pool.pages": "128"} | {f"tiers.disk.{key}": disk[key] for key in disk}
 
 
