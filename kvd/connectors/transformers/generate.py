@@ -51,6 +51,9 @@ logger = logging.getLogger("kvd.connectors.transformers")
 TESTED: Final = ("5.17", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23", "5.24")
 """Series that were run, as the how-to says."""
 
+BATCHED: Final = ("5.21", "5.22", "5.23", "5.24")
+"""Those whose continuous batching was: its classes are private, and others before that."""
+
 ONE_BY_ONE: Final = {
     "num_beams": (None, 1),
     "num_return_sequences": (None, 1),
@@ -235,11 +238,16 @@ class GenerateNode:
     def _batches_of(self, link: CacheLink | None) -> ServedBatches | None:
         if link is None:
             return None
-        try:
-            batches = importlib.import_module("kvd.connectors.transformers.batches")
-        except ImportError as error:  # of a version that was not run
-            logger.info("kvd: batches go without it: %s", error)
+        version = transformers.__version__
+        if series_of(version) not in BATCHED:
+            logger.info(
+                "kvd: each generate_batch goes without it: transformers %s, it was tested with %s",
+                version,
+                ", ".join(BATCHED),
+            )
             return None
+        # The others may have no such module to import.
+        batches = importlib.import_module("kvd.connectors.transformers.batches")
 
         def namespace() -> str:
             return "" if self._name_weights(link) else self.namespace
