@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 from textual.command import CommandPalette
+from textual.geometry import Region
 
 from kvd.errors import Code, Refusal
 from kvd.wire.admin import (
@@ -343,12 +344,13 @@ async def test_y_copies_the_command_that_says_why_of_what_is_under_the_cursor():
 
 
 async def test_ctrl_t_is_the_next_theme_and_colours_follow():
+    second = Region(0, 1, SIZE[0], 1)
     async with shown() as (app, _, pilot):
-        strip = app.page.table().render_line(1)
+        [strip] = app.page.table().render_lines(second)
         before = next(segment.style.color for segment in strip if segment.text.strip())
         await press(app, pilot, "ctrl+t")
         assert app.theme == "textual-light"
-        strip = app.page.table().render_line(1)
+        [strip] = app.page.table().render_lines(second)
         after = next(segment.style.color for segment in strip if segment.text.strip())
         assert before != after
 

@@ -20,7 +20,7 @@ def leases_of(stage: Stage) -> set[str]:
 async def test_a_client_has_a_letter_and_a_word_for_whether_it_lives():
     async with staged("engines", "dead-client", SMALL) as stage:
         rows = [" ".join(line.split()) for line in stage.text.splitlines()]
-        assert any(row.startswith("sglang-1 not said ! gone") for row in rows)
+        assert any(row.startswith("sglang-1 not said ! outlived") for row in rows)
         assert any(row.startswith("sglang-0 not said + alive") for row in rows)
 
 

@@ -137,7 +137,7 @@ async def test_hostile_names_are_written_out():
     def die(link) -> None:
         session = link.side.join(HOSTILE, 4999)
         link.side.lease(link.town.prompt(4), session=session)
-        link.town.dead.add(4999)
+        link.town.die(4999)
         link.pass_time(3.0)
 
     async with staged("overview", size=LARGE, prepare=die) as stage:

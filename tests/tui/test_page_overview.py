@@ -69,7 +69,8 @@ def make_trouble(link) -> None:
     link.town.cut |= {"prefill0", "prefill1"}
     link.side.node.leases.pool.take_pages(3)
     link.side.ask(Audit(1))
-    link.town.dead |= {4120, 4188}
+    for pid in (4120, 4188):
+        link.town.die(pid)
     link.pass_time(5.5)
 
 
@@ -111,7 +112,7 @@ async def test_on_the_smallest_terminal_a_problem_says_what_since_when_and_what_
     wanted = (
         "3 pages, the first is 618, are nowhere press x: audit",
         "prefill1 is lost; 1 handoff with it under way",
-        "is gone, its connection is kept open by pid 4121: 8 leases",
+        "is kept by pid 4121; pid 4120, which opened it, ended",
         "press x to copy: kill 4121",
     )
     assert [words for words in wanted if not any(words in text for text in found)] == []

@@ -107,7 +107,7 @@ def test_who_holds_the_most_pages_and_why(desk):
 
 
 def test_which_engine_leaks(desk):
-    desk.walks("1", r"client-gone: pid \d+ of notebook is gone", r"\b1 lease with\b")
+    desk.walks("1", r"client-gone: notebook is kept by pid \d+", r"\b1 lease with\b")
 
 
 def test_why_a_room_is_stuck(desk):

@@ -116,6 +116,14 @@ class Town(World):
 
     # ---- what engines do ---------------------------------------------------------------------
 
+    def die(self, pid: int) -> None:
+        """The process is gone; others of its session keep that, or what nobody sees."""
+        self.dead.add(pid)
+        for session in [one for one in self.d.node.sessions.by_id.values() if pid in one.pids]:
+            living = tuple(one for one in session.pids if one not in self.dead)
+            heirs = () if living else (inputs.Heir(pid=0, of_pid=pid),)
+            self.d.feed(inputs.ProcessesNow(self.now_s, session.id, living or (pid,), heirs))
+
     def prompt(self, pages: int, rest_tokens: int = 0) -> Tokens:
         """The system prompt, then tokens that no other prompt has."""
         first = 10_000 + self.chance.randrange(1_000_000) * 1000
@@ -262,7 +270,7 @@ def stuck(seed: int) -> Town:
 def dead_client(seed: int) -> Town:
     """An engine is dead, and its session still holds what it held."""
     town = normal(seed)
-    town.dead.add(4188)
+    town.die(4188)
     town.watched_s = 3.0
     return town
 
