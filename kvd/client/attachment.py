@@ -494,7 +494,8 @@ def leave(sock: socket.socket) -> bool:
 
 def _over(sock: socket.socket) -> socket.socket:
     """The same connection, to see whether what was said is read; the daemon sees it end now."""
-    kept = sock.dup()
+    # No descriptor more: a process that has none left can leave too.
+    kept = socket.socket(fileno=sock.detach())
     # Whoever connects next by the key of this session must find it free.
     with contextlib.suppress(OSError):
         kept.shutdown(socket.SHUT_RDWR)

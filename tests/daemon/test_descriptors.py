@@ -96,7 +96,10 @@ def test_an_engine_without_descriptors_is_told_so_and_loses_none(tmp_path, how):
                 said.append("in")
             except KvdError as error:
                 said.append(str(error))
-            assert open_descriptors() == before
+            # What a daemon has not read yet of a leave keeps one for a moment.
+            end_s = time.monotonic() + 10
+            while (left := open_descriptors()) != before:
+                assert time.monotonic() < end_s, f"{left} descriptors, {before} before"
         known = ("no descriptor is left", "Too many open files")
         assert all(one == "in" or any(words in one for words in known) for one in said), said
         assert "in" not in said[:2]

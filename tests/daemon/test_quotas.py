@@ -56,11 +56,13 @@ class Shared:
                 lease.release(())
 
     def flood(self, seeds: range) -> None:
-        """Until the disk is full, and more."""
-        self.compute("batch", seeds)
-        self.daemon.wait_for(
-            lambda: self.daemon.snapshot().tiers[0].dropped > DISK_FLOOR, "is not full", LIMIT_S
-        )
+        """Until the disk is full, and more: what is evicted before it is written is lost to it."""
+
+        def is_full() -> bool:
+            self.compute("batch", seeds)
+            return self.daemon.snapshot().tiers[0].dropped > DISK_FLOOR
+
+        self.daemon.wait_for(is_full, "is not full", LIMIT_S)
 
     def cached(self, namespace: str, seeds: range) -> int:
         """Pages of these prompts in the pool."""
