@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -116,12 +117,15 @@ class ChunkCache:
                 return found
             node, pages = asked
             leases = self._leased(node, pages, names, hold="prefix")
-            lying = [n for n, lease in enumerate(leases) if lease and is_worth_waiting(lease)]
-            if lying:
+            end_s, more = time.monotonic() + TIER_WAIT_S, len(names) + 1
+            # A tier reads so much at once; what did not come with the first of them is next.
+            while (lying := _lying(names, leases)) and len(lying) < more:
+                wait_s, more = end_s - time.monotonic(), len(lying)
+                if wait_s <= 0:
+                    break
                 _leave_all(leases)
                 # One that takes no pages waits for nothing; one that does, for half of its time.
-                wait_s, waited = 2 * TIER_WAIT_S, [names[n] for n in lying]
-                _leave_all(self._leased(node, pages, waited, hold="all", deadline_s=wait_s))
+                _leave_all(self._leased(node, pages, lying, hold="all", deadline_s=2 * wait_s))
                 leases = self._leased(node, pages, names, hold="prefix")
             for number, lease in enumerate(leases):
                 found[number] = self._keep(names[number], pages, lease)
@@ -245,6 +249,12 @@ def _written(pages: ChunkPages, lease: SyncLease, data: Bytes) -> bool:
     finally:
         lease.leave(() if is_whole else None)
     return is_whole
+
+
+def _lying(names: Sequence[ChunkName], leases: Sequence[SyncLease | None]) -> list[ChunkName]:
+    """Those of which a tier has more, and has it soon."""
+    pairs = zip(names, leases, strict=True)
+    return [name for name, lease in pairs if lease and is_worth_waiting(lease)]
 
 
 def _leave_all(leases: Sequence[SyncLease | None]) -> None:
