@@ -72,15 +72,17 @@ class ServedBatches:
 
     def begin(self) -> None:
         """Allocators that are made from now on ask the node."""
-        self.is_open = True
         with _LOCK:
+            self.is_open = True
             _SERVED.append(self)
             _ALLOCATORS[FULL_ATTENTION] = NodeBlocks
 
     def end(self) -> None:
-        """Those that were made ask it no more."""
-        self.is_open = False
+        """Those that were made ask it no more; repeatable."""
         with _LOCK:
+            if not self.is_open:
+                return
+            self.is_open = False
             _SERVED.remove(self)
             if not _SERVED:
                 _ALLOCATORS[FULL_ATTENTION] = FullAttentionCacheAllocator
