@@ -35,7 +35,7 @@ ASK_S: Final = 60.0
 STOP_S: Final = 20.0
 
 
-class HttpServer:
+class ServedEngine:
     """A process that serves HTTP, and all that it starts: a session of its own.
 
     Args:
@@ -105,7 +105,7 @@ class HttpServer:
         self._process.wait()
 
 
-class ServedVllm(HttpServer):
+class ServedVllm(ServedEngine):
     """One ``vllm serve``; ``program`` is what Python runs with these arguments of vLLM."""
 
     def __init__(

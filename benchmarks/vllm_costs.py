@@ -36,7 +36,7 @@ from benchmarks.harness import benchmark
 from benchmarks.served_vllm import (
     ASK_S,
     BLOCK,
-    HttpServer,
+    ServedEngine,
     ServedVllm,
     answer_of,
     busy_of,
@@ -314,7 +314,7 @@ def found_of(engines: Mapping[str, MeasuredVllm], shape: RoundShape) -> Benchmar
 
 
 @contextlib.contextmanager
-def lmcache_server(folder: Path) -> Iterator[tuple[HttpServer, dict[str, object]]]:
+def lmcache_server(folder: Path) -> Iterator[tuple[ServedEngine, dict[str, object]]]:
     """LMCache's own server, and what vLLM is told of it; its defaults, but for what a CPU needs."""
     python = os.environ.get("KVD_LMCACHE_PYTHON", "").partition(":")[0]
     if not python:
@@ -327,7 +327,7 @@ def lmcache_server(folder: Path) -> Iterator[tuple[HttpServer, dict[str, object]
         *("--supported-transfer-mode", "engine_driven", "--shm-name", f"bench{port}"),
     ]
     quiet = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
-    server = HttpServer("lmcache", folder, command, quiet, port=http_port, health="/healthcheck")
+    server = ServedEngine("lmcache", folder, command, quiet, port=http_port, health="/healthcheck")
     try:
         server.wait_ready()
         yield (

@@ -97,16 +97,8 @@ class NodeParts:
             sides=HandoffSides(self.decoder, self.pulls, self.prefiller),
             out=out,
         )
-        self.drainer: Drainer = Drainer(
-            settings,
-            self.admission,
-            self.sessions,
-            self.peers,
-            self.decoder,
-            self.prefiller,
-            self.tiers,
-            out,
-        )
+        parts = (self.admission, self.sessions, self.peers, self.decoder, self.prefiller)
+        self.drainer: Drainer = Drainer(settings, *parts, self.tiers, out)
         self.epoch_answers = EpochAnswers(self.epochs, out)
         self.inquiries = Inquiries(self)
         self.audit = StandingAudit(self)

@@ -56,6 +56,8 @@ BESIDE = {
     "pool.directory": ("pool.backing=shm",),
     "pool.tp_ranks": _CUT,
     "pool.stage": _CUT,
+    "quotas.pool.floor": ("pool.pages=1000000",),
+    "quotas.disk.floor": ("tiers.disk.directory=/var/lib/kvd", "tiers.disk.size=1TiB"),
     "tiers.disk.directory": ("tiers.disk.size=8GiB",),
     "tiers.disk.size": ("tiers.disk.directory=/var/lib/kvd/tiers/disk",),
     "tiers.store.endpoint": ("tiers.store.bucket=kvd", "cache.epochs_directory=/var/lib/kvd"),
