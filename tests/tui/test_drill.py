@@ -142,10 +142,10 @@ async def test_engine_whose_child_keeps_its_connection_is_said_to_be_dead(pair, 
         await person.reads("death on overview", r"client-gone: sglang-0 is kept by pid \d+")
         await person.turns("pools")
         await person.presses("e")
-        await person.reads("death on engines", r"sglang-0 +! gone ")
+        await person.reads("death on engines", r"sglang-0 .* ! outlived ")
         await person.turns("overview")
         await person.reads(
-            "action among the findings", r"kept open by a process that", r"stop the process"
+            "action among the findings", r"forked from pid \d+, which ended", r"copy: kill \d+"
         )
         person.causes()
         engine.stdin.close()
