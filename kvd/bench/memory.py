@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -55,12 +55,12 @@ def busy_s(pid: int) -> float:
 
 def switches(pid: int) -> int:
     """How often its threads have given up a core, or lost one."""
-    return sum(
-        int(line.split()[1])
-        for task in os.listdir(f"/proc/{pid}/task")
-        for line in Path(f"/proc/{pid}/task/{task}/status").read_text("ascii").splitlines()
-        if "ctxt_switches" in line
-    )
+    found = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that ends meanwhile
+            lines = (task / "status").read_text("ascii").splitlines()
+            found += sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+    return found
 
 
 def when_collapsed(pair: Pair, pool_bytes: int) -> None:
