@@ -190,7 +190,12 @@ def test_what_was_evicted_comes_back_as_it_was_and_outlives_the_daemon(tiered):
     assert (tier.state, tier.hits, tier.bad) == ("serving", 1, 0)
     assert tier.read == PROMPT_PAGES
     assert tier.read_bytes == PROMPT_PAGES * PAGE_BYTES
-    assert tier.objects == tiered.files()
+    # Others may be on their way there: a file comes before it is told.
+    tiered.daemon.wait_for(
+        lambda: tiered.daemon.snapshot().tiers[0].objects == tiered.files(),
+        "files and objects are not as many",
+        LIMIT_S,
+    )
     assert 'kvd_tier_requests_total{outcome="hit",tier="disk"} 1.0' in tiered.daemon.metrics()
 
     tiered.daemon.kill()

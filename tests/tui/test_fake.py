@@ -117,7 +117,7 @@ def test_a_dead_engine_still_holds_what_it_held():
     state = [one.name for one in table.columns].index("state")
     assert [table.rows[key].cells[state] for key in sorted(table.rows)] == [
         "alive",
-        "gone",
+        "outlived",
         "alive",
     ]
 
