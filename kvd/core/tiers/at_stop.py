@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import mypyc_attr
 
+from kvd.core.cache.eviction import path_of
 from kvd.core.tiers.demotion import MOST_HASHED, NodeDemotion
 from kvd.wire import events
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from kvd.core.cache.eviction import EvictionOrder
     from kvd.core.cache.radix_node import RadixNode
@@ -143,7 +144,8 @@ class StopDemotion:
         while self._nodes:
             node = self._nodes[-1]
             # One that was flushed meanwhile has left the order.
-            for step in _path(node) if node in self._order else ():
+            # The first page of the prompt first.
+            for step in reversed([*path_of(node)]) if node in self._order else ():
                 if self._is_done(step):
                     continue
                 if most <= 0 or self._room <= 0 or hashed >= MOST_HASHED:
@@ -172,12 +174,3 @@ class StopDemotion:
             # What is there already must not go for what is written after it.
             self._demoter.touch(node)
         return len(places)
-
-
-def _path(node: RadixNode) -> Iterable[RadixNode]:
-    """From the first page of the prompt on."""
-    path = []
-    while node.parent is not None:
-        path.append(node)
-        node = node.parent
-    return reversed(path)
