@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from kvd.config.schema import Config, DiskQuotaSection, PoolQuotaSection
 
-__all__ = ["RULES", "over"]
+__all__ = ["QUOTA_KEYS", "RULES", "over"]
 
 _POOL, _DISK = "quotas.pool", "quotas.disk"
-_KEYS = tuple(f"{place}.{bound}" for place in (_POOL, _DISK) for bound in ("floor", "ceiling"))
+QUOTA_KEYS = tuple(f"{place}.{bound}" for place in (_POOL, _DISK) for bound in ("floor", "ceiling"))
 _UNCACHED = {
     "off": "nothing is cached",
     "prefill-only": "there is no KV of which anything could be kept",
@@ -31,7 +31,7 @@ def _places(config: Config) -> Iterator[tuple[str, PoolQuotaSection | DiskQuotaS
     yield _DISK, config.quotas_disk
 
 
-@over(*_KEYS, "cache.mode")
+@over(*QUOTA_KEYS, "cache.mode")
 def _bounded(config: Config) -> Iterator[Breach]:
     """There is a cache, of few enough namespaces, and no floor is above its ceiling."""
     for place, section in _places(config):
@@ -84,7 +84,7 @@ def _fit_pool(config: Config) -> Iterator[Breach]:
         yield Breach(f"{_POOL}.floor", rule, fix, entry=list(floors)[-1])
 
 
-@over(*_KEYS, "tiers.disk.directory", "tiers.disk.size", "tiers.disk.max_moving")
+@over(*QUOTA_KEYS, "tiers.disk.directory", "tiers.disk.size", "tiers.disk.max_moving")
 def _fit_disk(config: Config) -> Iterator[Breach]:
     """There is a disk, and all floors fit there beside what is being written."""
     disk, quotas = config.tiers_disk, config.quotas_disk

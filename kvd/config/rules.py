@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvd.config.address import attach_path, host_port, ipc_path, tcp_address
 from kvd.config.host import has_group
-from kvd.config.quota_rules import RULES, over
+from kvd.config.quota_rules import QUOTA_KEYS, RULES, over
 from kvd.core.cache.namespaces import bad_name
 from kvd.core.handoff.message_sizes import MESSAGE_BYTES
 from kvd.core.layout.spec import MAX_TAG_CHARS
@@ -123,8 +123,6 @@ def _is_namespace(text: str) -> bool:
     return len(text) <= NAMESPACE_CHARS and bad_name(text, "") is None
 
 
-QUOTAS = ("quotas.pool.floor", "quotas.pool.ceiling", "quotas.disk.floor", "quotas.disk.ceiling")
-
 _NAME = text_rule(_matches(NAME.pattern), "choose a plain name like decode-0")
 _SIZE = text_rule(lambda text: size_bytes(text) is not None, "write for example 256MiB")
 
@@ -191,7 +189,7 @@ _TEXTS: dict[str, TextRule] = {
         _is_plain_directory, "write for example /etc/kvd/store-ca.pem"
     ),
     "tiers.store.max_moving": _SIZE,
-    **dict.fromkeys(QUOTAS, _SIZE),
+    **dict.fromkeys(QUOTA_KEYS, _SIZE),
     "recorder.directory": text_rule(lambda text: text.startswith("/"), "begin it with /"),
 } | {f"pool.{key}": rule for row in POOLS.values() for key, rule in row.texts.items()}
 
@@ -201,7 +199,7 @@ _ENTRIES: dict[str, TextRule] = {
     "transfer.ucx": text_rule(
         _matches(r"UCX_[A-Z0-9_]+"), "name a variable of UCX, like UCX_NET_DEVICES"
     ),
-    **dict.fromkeys(QUOTAS, text_rule(_is_namespace, "name a namespace as engines do")),
+    **dict.fromkeys(QUOTA_KEYS, text_rule(_is_namespace, "name a namespace as engines do")),
 } | {f"pool.{key}": rule for row in POOLS.values() for key, rule in row.entries.items()}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, cast
 
 from kvd.config import Config
+from kvd.config.quota_rules import QUOTA_KEYS
 from kvd.config.render import KeyChange, changes, with_changes
 from kvd.core.inputs import Reconfigured, ReloadRefused
 from kvd.daemon.settings_from_config import disk_quotas, pool_quotas
@@ -30,10 +31,7 @@ LIVE: Final = frozenset(
         "admission.max_queue",
         "admission.overtakers",
         "admission.drain_s",
-        "quotas.pool.floor",
-        "quotas.pool.ceiling",
-        "quotas.disk.floor",
-        "quotas.disk.ceiling",
+        *QUOTA_KEYS,
         "audit.budget",
         "console.budget",
         "log.level",
