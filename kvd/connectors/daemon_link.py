@@ -17,7 +17,7 @@ from kvd.connectors.refusals import BROKEN, is_short
 
 if TYPE_CHECKING:
     import logging
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvd.client import SyncLease, SyncNode
     from kvd.client.tokens import TokenIds
@@ -55,13 +55,36 @@ def prefix_of(node: SyncNode, tokens: TokenIds, namespace: str) -> SyncLease:
     if not is_worth_waiting(lease):
         return lease
     lease.leave()
+    read_from_tier(node, tokens, namespace=namespace, within_s=TIER_WAIT_S)
+    return node.lease(tokens, hold="prefix", namespace=namespace, deadline_s=0)
+
+
+def read_from_tier(
+    node: SyncNode,
+    tokens: TokenIds | None = None,
+    *,
+    keys: Sequence[bytes] | None = None,
+    namespace: str,
+    within_s: float,
+) -> int | None:
+    """Have what a tier has of a prompt come into the pool; how many tokens of it are there then.
+
+    None: the pool has no room for it.
+
+    Raises:
+        KvdError: nobody can say.
+    """
     # A lease that takes no pages waits for nothing; one that does, for half of its time.
+    deadline_s = 2 * within_s
     try:
-        node.lease(tokens, namespace=namespace, deadline_s=2 * TIER_WAIT_S).leave()
+        lease = node.lease(tokens, keys=keys, namespace=namespace, deadline_s=deadline_s)
     except KvdError as error:
         if not is_short(error):
             raise
-    return node.lease(tokens, hold="prefix", namespace=namespace, deadline_s=0)
+        return None
+    n_tokens = lease.prefix_len
+    lease.leave()
+    return n_tokens
 
 
 def is_worth_waiting(lease: SyncLease) -> bool:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvd.client import Code, KvdError
 from kvd.client.mapping import bytes_per_page
-from kvd.connectors.daemon_link import AGAIN_WITHIN_S, ConnectorSession, Unserved
-from kvd.connectors.refusals import BROKEN, is_short, refused_here
+from kvd.connectors.daemon_link import AGAIN_WITHIN_S, ConnectorSession, Unserved, read_from_tier
+from kvd.connectors.refusals import BROKEN, refused_here
 from kvd.connectors.sglang.host_pages import LEAST_PAGE_TOKENS, UnfitHostPool
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvd.connectors.sglang")
 
-TIER_WITHIN_S: Final = 0.2
-"""Pages in a tier below the pool are waited for half as long."""
+TIER_WITHIN_S: Final = 0.1
+"""Pages in a tier below the pool are waited for so long."""
 
 
 class StorageSession:
@@ -77,18 +77,12 @@ class StorageSession:
         """How many pages are there from the first one on; those in a tier are brought."""
         asked = self.node.begin_match(keys=keys, namespace=namespace)
         found = asked.result(AGAIN_WITHIN_S)
-        n_tokens = found.tokens
+        there = None
         if found.tier_tokens:
-            try:
-                # One that takes no pages would wait for nothing.
-                lease = self.node.lease(keys=keys, namespace=namespace, deadline_s=TIER_WITHIN_S)
-            except KvdError as error:
-                if not is_short(error):
-                    raise
-            else:
-                n_tokens = lease.prefix_len
-                lease.leave()
-        return n_tokens // self.page_size
+            there = read_from_tier(
+                self.node, keys=keys, namespace=namespace, within_s=TIER_WITHIN_S
+            )
+        return (found.tokens if there is None else there) // self.page_size
 
     def each_matched(self, prompts: Sequence[Sequence[bytes]], namespace: str) -> list[bool]:
         """Of several prompts, of which anything is there."""
