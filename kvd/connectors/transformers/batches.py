@@ -157,8 +157,8 @@ class NodeBlocks(FullAttentionCacheAllocator):
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
         """As it is; and behind what is here, what the node has."""
         found: list[int] = super().match_prefix_blocks(prompt_ids)
-        served = self._asks()
-        if served is None or any(prompt_ids is one for one in self._asked):
+        # Looked for first: one that waits comes here with each step, and to ask reads all weights.
+        if any(prompt_ids is one for one in self._asked) or (served := self._asks()) is None:
             return found
         self._asked.append(prompt_ids)
         served.counts.prompts += 1

@@ -19,14 +19,13 @@ from kvd.connectors.transformers.copies import NotWhole, PageCopies
 from kvd.connectors.transformers.layout import PoolFit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
     from transformers import PreTrainedConfig
 
     from kvd.client import SyncLease
+    from kvd.client.tokens import TokenIds
     from kvd.connectors.transformers.cache import KvdCache
     from kvd.connectors.transformers.layout import CacheShape
 
@@ -146,7 +145,7 @@ class CacheLink:
 
     def read(
         self,
-        tokens: Sequence[int] | NDArray[np.int64],
+        tokens: TokenIds,
         namespace: str,
         use: Callable[[PageCopies, SyncLease], R],
     ) -> R | None:
@@ -168,7 +167,7 @@ class CacheLink:
 
     def write(
         self,
-        tokens: Sequence[int] | NDArray[np.int64],
+        tokens: TokenIds,
         namespace: str,
         fill: Callable[[PageCopies, SyncLease, int], None],
     ) -> SavedPrefix | None:
