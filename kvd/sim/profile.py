@@ -95,6 +95,25 @@ _TINY_FAMILY = Profile(
     fickle=0.2,
 )
 
+_TIERED = Profile(
+    loss=0.02,
+    delays=0.05,
+    faults_per_s=1.5,
+    faults=(
+        *("storage", "damage", "damage", "flush", "evict", "engine", "daemon", "transfer"),
+        *("suspend", "abort", "pin"),
+    ),
+    longest_trouble_s=1.5,
+    slow_posts=0.1,
+    failing_posts=0.02,
+    doubts=0.3,
+    pool_pages=(24, 40, 64),
+    requests_per_s=6.0,
+    fickle=0.1,
+    pulls=0.1,
+    tier_objects=(6, 30, 300),
+)
+
 PROFILES = {
     "calm": Profile(
         fickle=0.0, lonely=0.0, pool_pages=(192,), requests_per_s=4.0, deadlines_s=(6.0,)
@@ -204,56 +223,27 @@ PROFILES = {
         copying=0.8,
         device_paths=0.3,
     ),
-    "tiers": Profile(
-        loss=0.02,
-        delays=0.05,
-        faults_per_s=1.5,
-        faults=(
-            *("storage", "damage", "damage", "flush", "evict", "engine", "daemon", "transfer"),
-            *("suspend", "abort", "pin"),
-        ),
-        longest_trouble_s=1.5,
-        slow_posts=0.1,
-        failing_posts=0.02,
-        doubts=0.3,
-        pool_pages=(24, 40, 64),
-        requests_per_s=6.0,
-        fickle=0.1,
-        pulls=0.1,
-        tier_objects=(6, 30, 300),
-    ),
-    "quotas": Profile(
-        loss=0.02,
-        delays=0.05,
-        faults_per_s=1.5,
+    "tiers": _TIERED,
+    "quotas": replace(
+        _TIERED,
         faults=(
             *("storage", "damage", "flush", "evict", "evict", "engine", "daemon", "transfer"),
             *("suspend", "abort", "pin"),
         ),
-        longest_trouble_s=1.5,
-        slow_posts=0.1,
+        failing_posts=0.0,
+        doubts=0.0,
         pool_pages=(14, 24, 40),
         requests_per_s=10.0,
-        fickle=0.1,
-        pulls=0.1,
         tier_objects=(4, 8, 20),
         has_quotas=True,
     ),
-    "store": Profile(
-        loss=0.02,
-        delays=0.05,
-        faults_per_s=1.5,
+    "store": replace(
+        _TIERED,
         faults=(
             *("storage", "damage", "damage", "flush", "engine", "daemon", "transfer"),
             *("evict", "evict", "evict", "stop", "stop", "stop", "suspend", "abort"),
         ),
-        longest_trouble_s=1.5,
-        slow_posts=0.1,
-        failing_posts=0.02,
-        doubts=0.3,
-        pool_pages=(24, 40, 64),
         requests_per_s=10.0,
-        fickle=0.1,
         pulls=0.3,
         tier_objects=(30, 300),
         shares_tier=True,
