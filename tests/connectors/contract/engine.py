@@ -43,6 +43,19 @@ def adapter(name: str) -> type[PlayedEngine]:
     return found
 
 
+LINK_WAITS = {
+    "kvd.client.port.AT_ONCE_S": 20.0,
+    "kvd.connectors.daemon_link.OPEN_WITHIN_S": 20.0,
+    "kvd.connectors.daemon_link.AGAIN_WITHIN_S": 20.0,
+}
+LINK_HURRIES = {
+    "kvd.connectors.daemon_link.RETRY_S": 0.0,
+    "kvd.connectors.daemon_link.SILENT_S": 0.0,
+    "kvd.connectors.daemon_link.UNFIT_S": 0.0,
+}
+"""Of those that have a ``ConnectorSession``."""
+
+
 class Aborted(BaseException):
     """The request is given up where it is."""
 

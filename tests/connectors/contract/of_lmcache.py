@@ -18,7 +18,14 @@ from kvd.connectors.daemon_link import ConnectorSession
 from kvd.connectors.lmcache.names import ChunkName, Naming, check_version, page_keys
 from kvd.connectors.lmcache.objects import ChunkCache, ChunkPages
 from tests.connectors.contract.cases import Step
-from tests.connectors.contract.engine import NOTHING, PAGE, Aborted, PlayedEngine
+from tests.connectors.contract.engine import (
+    LINK_HURRIES,
+    LINK_WAITS,
+    NOTHING,
+    PAGE,
+    Aborted,
+    PlayedEngine,
+)
 
 OBJECT_BYTES = 300
 PAGE_BYTES = 256
@@ -43,16 +50,8 @@ class LmcacheServer(PlayedEngine):
         ),
         "ranks": ({"pool.tp_size": "2"}, "in 2 shards"),
     }
-    waits: ClassVar = {
-        "kvd.client.port.AT_ONCE_S": 20.0,
-        "kvd.connectors.daemon_link.OPEN_WITHIN_S": 20.0,
-        "kvd.connectors.daemon_link.AGAIN_WITHIN_S": 20.0,
-    }
-    hurries: ClassVar = {
-        "kvd.connectors.daemon_link.RETRY_S": 0.0,
-        "kvd.connectors.daemon_link.SILENT_S": 0.0,
-        "kvd.connectors.daemon_link.UNFIT_S": 0.0,
-    }
+    waits = LINK_WAITS
+    hurries = LINK_HURRIES
 
     def __init__(self, endpoint, *, model=""):
         self._endpoint, self._model = endpoint, model

@@ -26,7 +26,14 @@ from kvd.connectors.sglang import page_store, storage_link
 from kvd.connectors.sglang.chains import key_of
 from kvd.errors import Code, Refusal
 from tests.connectors.contract.cases import Step
-from tests.connectors.contract.engine import NOTHING, PAGE, Aborted, PlayedEngine
+from tests.connectors.contract.engine import (
+    LINK_HURRIES,
+    LINK_WAITS,
+    NOTHING,
+    PAGE,
+    Aborted,
+    PlayedEngine,
+)
 
 PYTHON = os.environ.get("KVD_SGLANG_PYTHON", "")
 if not PYTHON:
@@ -101,18 +108,11 @@ class SglangEngine(PlayedEngine):
         ),
         "ranks": ({"pool.tp_size": "2"}, "in 2 shards"),
     }
-    waits: ClassVar = {
-        "kvd.client.port.AT_ONCE_S": 20.0,
-        "kvd.connectors.daemon_link.OPEN_WITHIN_S": 20.0,
-        "kvd.connectors.daemon_link.AGAIN_WITHIN_S": 20.0,
+    waits: ClassVar = LINK_WAITS | {
         "kvd.connectors.sglang.storage_link.AGAIN_WITHIN_S": 20.0,
         "kvd.connectors.sglang.page_store.COPY_WITHIN_S": 20.0,
     }
-    hurries: ClassVar = {
-        "kvd.connectors.daemon_link.RETRY_S": 0.0,
-        "kvd.connectors.daemon_link.SILENT_S": 0.0,
-        "kvd.connectors.daemon_link.UNFIT_S": 0.0,
-    }
+    hurries = LINK_HURRIES
 
     def __init__(self, endpoint, *, model="", version=""):
         self._endpoint = endpoint

@@ -19,7 +19,13 @@ from kvd.connectors.transformers.cache_link import CacheLink  # noqa: E402
 from kvd.connectors.transformers.copies import PageCopies  # noqa: E402
 from kvd.demo.models import ARCHITECTURES, build_model  # noqa: E402
 from tests.connectors.contract.cases import Step  # noqa: E402
-from tests.connectors.contract.engine import NOTHING, Aborted, PlayedEngine  # noqa: E402
+from tests.connectors.contract.engine import (  # noqa: E402
+    LINK_HURRIES,
+    LINK_WAITS,
+    NOTHING,
+    Aborted,
+    PlayedEngine,
+)
 from tests.connectors.transformers.world import settings_for  # noqa: E402
 
 GENERATED = 20
@@ -85,16 +91,8 @@ class ScriptEngine(PlayedEngine):
             "is not for this model",
         ),
     }
-    waits: ClassVar = {
-        "kvd.client.port.AT_ONCE_S": 20.0,
-        "kvd.connectors.daemon_link.OPEN_WITHIN_S": 20.0,
-        "kvd.connectors.daemon_link.AGAIN_WITHIN_S": 20.0,
-    }
-    hurries: ClassVar = {
-        "kvd.connectors.daemon_link.RETRY_S": 0.0,
-        "kvd.connectors.daemon_link.SILENT_S": 0.0,
-        "kvd.connectors.daemon_link.UNFIT_S": 0.0,
-    }
+    waits = LINK_WAITS
+    hurries = LINK_HURRIES
 
     def __init__(self, endpoint, *, model=""):
         self._endpoint = endpoint

@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+from unittest import mock
 
 import torch
 
@@ -121,11 +122,8 @@ class Engine(PlayedScheduler):
             self.happens("saving" if to_pages else "loading")
             return order
 
-        PageStore._ordered = ordered
-        try:
+        with mock.patch.object(PageStore, "_ordered", ordered):
             yield
-        finally:
-            PageStore._ordered = plain
 
     def load(self, tokens):
         """Prefetch; each page that came must have what is its own."""

@@ -14,6 +14,7 @@ import time
 from array import array
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from sglang.srt import runtime_context
@@ -337,11 +338,8 @@ class FaultAt:
                 self("ordered save")
             return order
 
-        PageStore._ordered = ordered
-        try:
+        with mock.patch.object(PageStore, "_ordered", ordered):
             yield
-        finally:
-            PageStore._ordered = plain
 
     def over(self):
         if self.kind == "stopped":
