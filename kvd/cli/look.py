@@ -31,6 +31,7 @@ from kvd.wire.admin import (
     Tree,
     Why,
 )
+from kvd.wire.snapshot import IN_POOL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +64,7 @@ def status_command(target: Target, form: str) -> None:
 def pools_command(target: Target, form: str) -> None:
     """Show the pages of each component by state, and whether they add up to the total."""
     shot = snapshot(target)
-    quotas = [quota for quota in shot.quotas if quota.place == render.POOL]
+    quotas = [quota for quota in shot.quotas if quota.place == IN_POOL]
     render.answer(form, shot.pools, render.with_quotas(render.pools(shot.pools), quotas))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -305,10 +305,6 @@ def pools(states: tuple[PoolState, ...]) -> RenderableType:
     if len(states) == 1 and not states[0].companions:
         return out
     return Group(out, Text(_total_bytes(states), "dim"))
-
-
-POOL: Final = "pool"
-"""The place of a quota that is in no tier."""
 
 
 def with_quotas(out: RenderableType, quotas: Sequence[QuotaState]) -> RenderableType:

@@ -12,6 +12,7 @@ from kvd.cli.look import snapshot
 from kvd.cli.options import with_format
 from kvd.text import counted
 from kvd.types import amount
+from kvd.wire.snapshot import IN_POOL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 def tiers_command(target: Target, form: str) -> None:
     """Show what lies in each tier below the pool, what moves, and what came of it."""
     shot = snapshot(target)
-    quotas = [quota for quota in shot.quotas if quota.place != render.POOL]
+    quotas = [quota for quota in shot.quotas if quota.place != IN_POOL]
     render.answer(form, shot.tiers, render.with_quotas(tiers(shot.tiers), quotas))
 
 

@@ -5,6 +5,8 @@ Durations are seconds and already computed, so that a reader needs no clock of t
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from kvd.wire.memory import ShardPlace
@@ -412,10 +414,14 @@ class TierState(msgspec.Struct, frozen=True):
     """Prompts that were not asked for: they were not there a moment ago, or were flushed."""
 
 
+IN_POOL: Final = "pool"
+"""The place of a quota that is in no tier."""
+
+
 class QuotaState(msgspec.Struct, frozen=True):
     """What a namespace has in one place, beside its quota there; all in pages of that place.
 
-    ``place`` is ``pool`` or the name of a tier. One more row is for ``(all others)``.
+    ``place`` is ``IN_POOL`` or the name of a tier. One more row is for ``(all others)``.
     """
 
     namespace: str

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvd.core.cache.evictions import SOON_S
 from kvd.core.cache.namespaces import NO_NAMESPACE
-from kvd.wire.snapshot import QuotaState
+from kvd.wire.snapshot import IN_POOL, QuotaState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kvd.core.cache.quotas import QuotaShare
     from kvd.core.inspect.view import NodeView
 
-POOL: Final = "pool"
 OTHERS: Final = "(all others)"
 
 
@@ -27,7 +26,7 @@ def quota_states(node: NodeView) -> tuple[QuotaState, ...]:
     found: list[QuotaState] = []
     quotas = node.leases.quotas
     if quotas is not None and len(quotas.shares) > 1:
-        found += _states(node, POOL, quotas.shares, node.leases.page_bytes)
+        found += _states(node, IN_POOL, quotas.shares, node.leases.page_bytes)
     for tier in node.tiers.each:
         if tier.index.has_quotas:
             found += _states(node, tier.name, tier.index.shares, tier.settings.object_bytes)
