@@ -514,7 +514,7 @@ class SimTransferProcess:
                 landed = [memory[page] for page in page_ids(order.pages)[: order.landed]]
                 found = self._ahead[order.ticket] = _sums(order.seal, order.seal.first, landed)
                 said = self._said[order.ticket] = self._said.get(order.ticket, b"") + order.sums
-                if order.sums and found.startswith(said):
+                if order.summed and found.startswith(said):
                     self._agenda.after(
                         0.05 * self._random(), self._tell_good, order.ticket, order.summed
                     )

@@ -129,6 +129,8 @@ class VerifyJob(PageSumJob):
     ahead = b""
     """What it says before that of the first chosen pages, behind those that are compared."""
     ahead_pages = 0
+    told_pages = 0
+    """Of so many of its first pages it was said that they are good, or that some are not."""
     n_compared = 0
     is_flawed = False
     """Whether one of these is not what was sent."""
@@ -138,13 +140,14 @@ class VerifyJob(PageSumJob):
     def is_ahead(self) -> bool:
         """Whether these are summed; under the lock of the summers."""
         n_begun = self.begun if self.begun + self.left == self.ids.size else 0
-        return bool(self.ahead) and (n_begun - self.n_compared) * SUM_BYTES >= len(self.ahead)
+        are_summed = (n_begun - self.n_compared) * SUM_BYTES >= len(self.ahead)
+        return self.ahead_pages > self.told_pages and are_summed
 
     def compare_ahead(self) -> LandedGood | None:
         """The same, compared, once: whatever is not good is said when all of it is asked about."""
         wanted: NDArray[np.uint64] = np.frombuffer(self.ahead, "<u8")
         first, self.ahead = self.n_compared, b""
-        self.n_compared = first + wanted.size
+        self.n_compared, self.told_pages = first + wanted.size, self.ahead_pages
         self.is_flawed |= not (self.sums[first : self.n_compared] == wanted).all()
         return None if self.is_flawed else LandedGood(UNSTAMPED, self.ticket, self.ahead_pages)
 
@@ -407,7 +410,8 @@ class Sums:
             job = self._verifies[order.ticket] = found
         end_page = order.seal.first + order.landed
         self._summers.want(job, int(job.logical.searchsorted(end_page)))
-        if order.sums:
+        # No sums: none of these pages is one that is sampled.
+        if order.summed:
             job.ahead, job.ahead_pages = job.ahead + order.sums, order.summed
             self._compare_ahead(job)
 

@@ -623,10 +623,10 @@ class Side(NodeShell):
         logical = chosen(seal, seal.first, seal.first + order.landed).tolist()
         known = self.ahead.setdefault(order.ticket, [])
         more = logical[len(known) :]
-        assert more or order.sums, "nothing new has landed"
+        assert more or order.summed, "nothing new has landed"
         known += [sum_of(seal, one, self.seen(order, pages[one - seal.first])) for one in more]
         said = self.said[order.ticket] = self.said.get(order.ticket, b"") + order.sums
-        if order.sums and b"".join(known).startswith(said):
+        if order.summed and b"".join(known).startswith(said):
             self.inbox.append(inputs.LandedGood(0.0, order.ticket, order.summed))
 
     def verify(self, verify: effects.Verify) -> None:

@@ -8,6 +8,7 @@ import pytest
 from kvd.core import effects, inputs
 from kvd.core.audit.invariants import faults
 from kvd.core.cache.lease import ARRIVAL, COPY, ENGINE
+from kvd.core.layout.seal import chosen
 from kvd.errors import Code
 from kvd.types import page_ids, slice_pages
 from kvd.wire import client
@@ -20,9 +21,11 @@ ROOM = 7
 
 
 class Coming:
-    """Room 7 with pages 2 to 6 of the prompt on their way: two posts of two of them are out."""
+    """Room 7 with pages 2 to 6 of the prompt on their way, in two posts, of two of them each."""
 
-    def __init__(self, *, as_it_comes: bool = True, **more: object) -> None:
+    def __init__(
+        self, *, as_it_comes: bool = True, upto: tuple[int, int] = (64, 96), **more: object
+    ) -> None:
         self.world = world = World(**{"integrity": Integrity.FULL, "sum_ahead_bytes": 1, **more})
         cached(world.d, tokens((1, 32)))
         request = client.ReceiveRequest
@@ -30,8 +33,8 @@ class Coming:
         assert isinstance(reply, client.Receiving), reply
         self.sender = Sender(world)
         world.hold_posts = True
-        self.sender.advance(64)
-        self.sender.advance(96)
+        for n_tokens in upto:
+            self.sender.advance(n_tokens)
         self.first, self.second = world.p.flights.values()
         self.calls = 100
 
@@ -90,6 +93,18 @@ def test_an_engine_hears_how_far_it_has_come_and_is_what_was_sent(coming):
     assert first.pages == coming.lease.page_table
     assert not second.pages
     assert coming.finish().pages == first.pages
+    coming.sound()
+
+
+def test_pages_of_which_none_is_sampled_count_as_well():
+    coming = Coming(integrity=Integrity.SAMPLED, upto=(48, 80))
+    seal = coming.second.post.seal
+    assert (seal.first, seal.end, chosen(seal, 3, 5).size) == (2, 7, 0), "none of the second post"
+    coming.land(coming.first)
+    coming.land(coming.second)
+
+    assert [one.tokens for one in coming.told()] == [48, 80]
+    coming.finish()
     coming.sound()
 
 

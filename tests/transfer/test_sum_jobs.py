@@ -163,3 +163,20 @@ def test_sums_that_are_said_ahead_are_compared_once_these_pages_are_summed(
     while sums.are_awaited:
         sums.step()
     assert reports[-1] == Verified(UNSTAMPED, 7, ())
+
+
+def test_pages_of_which_none_is_sampled_are_good_with_those_before_them():
+    here, reports, summers, sums = summed_here()
+    seal = msgspec.structs.replace(SEAL, integrity=Integrity.SAMPLED)
+    pages = Pages(pack_ids(PAGES))
+    job = verify_job(SumLanded(7, "kv", seal, pages, 0), here.areas)
+    assert job.logical.tolist()[:2] != [seal.first, seal.first + 1]
+    job.sum_slice(0, 1)
+
+    sums.landed(SumLanded(7, "kv", seal, pages, 1, summed=1, sums=job.packed()[:8]))
+    sums.landed(SumLanded(7, "kv", seal, pages, 2, summed=2))
+    while summers._turns:
+        sums.done(summers.step(are_awaited=False))
+    assert reports == [LandedGood(UNSTAMPED, 7, 2)]
+    sums.landed(SumLanded(7, "kv", seal, pages, 2, summed=2))
+    assert len(reports) == 1, "nothing more"

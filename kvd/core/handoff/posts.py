@@ -344,6 +344,8 @@ class Posts:
         offer = part.offer
         if offer is None or not offer.as_it_comes or len(part.seals) > MAX_ROUTES:
             return NOTHING_AHEAD
+        if offer.integrity is Integrity.OFF:
+            return NOTHING_AHEAD
         upto = [part.ordered_units.get(at, seal.first) for at, seal in enumerate(part.seals)]
         # Of each route the posts go on where the one before ends, and their numbers grow.
         open_posts: dict[int, int] = {}
@@ -358,13 +360,15 @@ class Posts:
             if said.get(route, 0) < post < open_posts.get(route, post + 1)
         ]
         checksums = b"".join([sums[one] for one in over])
-        if not checksums or len(checksums) > MAX_AHEAD_BYTES:
+        units = [unit - seal.first for unit, seal in zip(upto, part.seals, strict=True)]
+        known = [part.sums.said_units.get(route, 0) for route in range(len(units))]
+        # Of sampled pages, those of a whole post may be none that is summed: they count as well.
+        if units == known or len(checksums) > MAX_AHEAD_BYTES:
             return NOTHING_AHEAD
         summed: list[int] = []
-        for route, seal in enumerate(part.seals):
-            units = upto[route] - seal.first
-            summed += [part.sums.said_units.get(route, 0), units]
-            part.sums.said_units[route] = units
+        for route, pair in enumerate(zip(known, units, strict=True)):
+            summed += pair
+            part.sums.said_units[route] = pair[1]
         for route, post in over:
             said[route] = post
         return SumsAhead(summed=tuple(summed), checksums=checksums)
