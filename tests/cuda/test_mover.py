@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 from typing import TYPE_CHECKING
@@ -569,9 +570,10 @@ def test_whatever_fails_is_typed_and_no_end_is_untrue(
     assert not [word for word in daemon.ended.values() if word.is_done]
     if not all(order.safe() for order in orders):
         assert not daemon.worker.movers.is_quiet, "its pages are kept until this process is gone"
-    elif engine.blocks._mover._dead is not None:
-        with pytest.raises(KvdError, match="end this process"):
-            saved(4, 6)
-    else:
+        return
+    # A thread of the mover may find only now what was sticky.
+    with contextlib.suppress(KvdError):
         saved(4, 6)
         assert (engine.pages()[:, 6] == engine.filled[:, 4]).all()
+        return
+    assert "end this process" in str(engine.blocks._mover._dead)

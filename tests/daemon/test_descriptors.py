@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import resource
 import time
@@ -58,11 +59,11 @@ def open_descriptors():
 
 @contextlib.contextmanager
 def descriptors_left(number):
-    """This process may open so many more, or so: other ones than the lowest may be in use."""
+    """This process may open so many more; other tests may have left numbers in use anywhere."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.open("/dev/null", os.O_RDONLY)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + number, hard))
+    free = (at for at in itertools.count() if not os.path.lexists(f"/proc/self/fd/{at}"))
+    limit = next(itertools.islice(free, number, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         yield
     finally:
