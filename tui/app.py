@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tui.model.mirror import Mirror, Notice
     from tui.model.snapshots import DaemonSnapshot
     from tui.screens.page import Page
-    from tui.widgets.table import WindowedTable
+    from tui.widgets.canvas import Cursored
 
 
 class Keyboard(LinuxDriver):
@@ -679,18 +679,16 @@ class KvdTui(App[None], inherit_bindings=False):
         self.tick()
         await self._take_ahead()
 
-    async def on_page_open_requested(self, message: Page.OpenRequested) -> None:
-        """A page would have something opened."""
-        await self.open(message.ref)
-
-    async def on_windowed_table_opened(self, message: WindowedTable.Opened) -> None:
+    async def on_cursored_opened(self, message: Cursored.Opened) -> None:
         """A row was clicked twice."""
-        self.page.activate(message.table)
-        await self.open(self.page.chosen())
+        self.on_cursored_moved(message)
+        if ref := self.page.chosen():
+            await self.open(ref)
 
-    def on_windowed_table_moved(self, message: WindowedTable.Moved) -> None:
+    def on_cursored_moved(self, message: Cursored.Moved) -> None:
         """Keys are about the table in which something was clicked; more rows may be wanted."""
         # One of a page that was left meanwhile means nothing here.
-        if message.table in self.page.tables() and message.table is not self.page.table():
-            self.page.activate(message.table)
+        clicked = [table for table in self.page.tables() if table is message.canvas]
+        if clicked and clicked[0] is not self.page.table():
+            self.page.activate(clicked[0])
         self.hurry()

@@ -200,7 +200,7 @@ async def test_going_somewhere_late_neither_takes_the_keys_from_the_bar_nor_from
         await settle(app, pilot)
         assert app.focused is app.bar.typed
         await press(app, pilot, "escape")
-        app.on_windowed_table_moved(WindowedTable.Moved(left))
+        app.on_cursored_moved(WindowedTable.Moved(left))
         assert app.page.NAME == "handoffs"
         assert app.page.table() is not None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.binding import Binding
-from textual.message import Message
 from typing_extensions import override
 
 from kvd import filters
@@ -18,7 +17,7 @@ from tui.draw.spans import Line, Styled, cleaned
 from tui.model import event_log, event_words
 from tui.model.event_log import EventGap, LogEntries
 from tui.screens.page import Page
-from tui.widgets.canvas import Canvas, console
+from tui.widgets.canvas import Cursored, console
 from tui.widgets.card import WITH_EVENTS
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ class EventsPage(Page):
     NAME = "events"
     REFS = ("event",)
     FAULTS: ClassVar[Mapping[str, str]] = {"": "!level:routine !level:notice"}
-    CAN_MOVE = True
     CAN_FILTER = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("i", "app.events_of", "about", tooltip="only events about the same, of both ends"),
@@ -81,6 +79,10 @@ class EventsPage(Page):
     def log_lines(self) -> EventLogView:
         """The list under the cursor keys."""
         return self.query_one(EventLogView)
+
+    @override
+    def cursored(self) -> EventLogView:
+        return self.log_lines
 
     # ---- what is shown ----------------------------------------------------------------------
 
@@ -187,40 +189,15 @@ class EventsPage(Page):
             self._narrow("")
         return bool(was_about)
 
-    @override
-    def action_move(self, rows: int) -> None:
-        self.log_lines.move(rows)
 
-    @override
-    def action_screen(self, screens: int) -> None:
-        self.log_lines.move(screens * (self.log_lines.page_rows - 1))
-
-    @override
-    def action_home(self) -> None:
-        self.log_lines.move(-len(self.log_lines.entries))
-
-    @override
-    def action_end(self) -> None:
-        self.log_lines.follow(is_wanted=True)
-
-    def on_event_log_view_opened(self) -> None:
-        """A line was clicked twice."""
-        if self.chosen():
-            self.post_message(self.OpenRequested(self.chosen()))
-
-
-HEAD_LINES = 1
 AGE_COLUMNS = 7
 KIND_COLUMNS = 17
 MAX_WORDS = 512
 """Lines that are kept in words: more than any terminal shows."""
 
 
-class EventLogView(Canvas):
+class EventLogView(Cursored):
     """``show`` gets all lines there are; only those on the screen are put into words."""
-
-    class Opened(Message):
-        """A line was clicked twice."""
 
     def __init__(self) -> None:
         super().__init__(id="log")
@@ -230,16 +207,14 @@ class EventLogView(Canvas):
         """What the head says of where the lines come from."""
         self._entries: Sequence[Entry] = ()
         self._now_s = 0.0
-        self._first = 0
-        self._cursor = 0
         self._key = ""
         self._sought = ""
         self._known: dict[str, tuple[Entry, event_log.EventLine]] = {}
 
     @property
-    def page_rows(self) -> int:
-        """Lines that there is room for."""
-        return max(1, self.size.height - HEAD_LINES)
+    @override
+    def total(self) -> int:
+        return len(self._entries)
 
     @property
     def entry(self) -> Entry | None:
@@ -277,10 +252,7 @@ class EventLogView(Canvas):
 
     def _settle(self) -> None:
         """Keep the cursor on a line and the window around it."""
-        total, rows = len(self._entries), self.page_rows
-        self._cursor = max(0, min(self._cursor, total - 1))
-        self._first = max(self._cursor - rows + 1, min(self._first, self._cursor))
-        self._first = max(0, min(self._first, total - rows))
+        self._scroll()
         self._key = self.entry.key if self.entry is not None else ""
 
     @override
@@ -331,17 +303,18 @@ class EventLogView(Canvas):
 
     # ---- moving -----------------------------------------------------------------------------
 
+    @override
     def move(self, rows: int) -> None:
-        """Move the cursor; up from the newest it stays there, onto the newest it follows again."""
+        """Up from the newest the cursor stays there, onto the newest it follows again."""
         self._cursor += rows
         self._settle()
         self.is_following = rows > 0 and self._cursor >= len(self._entries) - 1
         self.redraw()
 
-    def follow(self, *, is_wanted: bool) -> None:
-        """Stay on the newest line from now on, or on this one."""
-        self.is_following = is_wanted
-        self._sought = ""
+    @override
+    def move_to_end(self) -> None:
+        """Stay on the newest line from now on."""
+        self.is_following, self._sought = True, ""
         self._place()
         self.redraw()
 
@@ -356,14 +329,10 @@ class EventLogView(Canvas):
 
     def on_click(self, event: events.Click) -> None:
         """A line is chosen, and opened by the second click."""
-        at = self._first + event.y - HEAD_LINES
-        if event.y >= HEAD_LINES and at < len(self._entries):
+        at = self._first + event.y - self.head_lines
+        if event.y >= self.head_lines and at < self.total:
             self.move(at - self._cursor)
             self.is_following = False
             self.redraw()
             if event.chain == 2:
-                self.post_message(self.Opened())
-
-    @override
-    def wheel(self, lines: int) -> None:
-        self.move(lines)
+                self.post_message(self.Opened(self))

@@ -184,9 +184,9 @@ class OverviewPage(Page):
         if row is not None:
             actions.propose(console(self), _proposed(row))
 
-    def on_pool_table_chosen(self, message: PoolTable.Chosen) -> None:
+    async def on_pool_table_chosen(self, message: PoolTable.Chosen) -> None:
         """A component was clicked."""
-        self.post_message(self.OpenRequested(f"pool:{message.component}"))
+        await console(self).open(f"pool:{message.component}")
 
 
 def _proposed(row: NamedRow) -> str:

@@ -12,6 +12,7 @@ from rich.text import Text
 from textual.containers import Container
 from textual.content import Content
 from textual.geometry import Region, Size
+from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 from typing_extensions import override
@@ -172,6 +173,67 @@ class Canvas(Widget, can_focus=False):
             segments = each.apply(segments, self.background_colors[1])
         made = self._looks[style, under] = segments[0].style or look
         return made
+
+
+class Cursored(Canvas):
+    """Lines among which keys and the mouse move a cursor; ``total``: how many there are."""
+
+    class Moved(Message):
+        """The cursor is on another line, or what to ask for has changed."""
+
+        def __init__(self, canvas: Cursored) -> None:
+            super().__init__()
+            self.canvas = canvas
+
+    class Opened(Moved):
+        """A line was clicked twice."""
+
+    head_lines = 1
+    """Above those lines."""
+
+    def __init__(self, *, id: str) -> None:  # noqa: A002
+        super().__init__(id=id)
+        self._first = self._cursor = 0
+        """The line at the top, and the one with the cursor."""
+
+    @property
+    def total(self) -> int:
+        """How many lines the cursor may be on."""
+        raise NotImplementedError
+
+    @property
+    def page_rows(self) -> int:
+        """Lines that there is room for."""
+        return max(1, self.size.height - self.head_lines)
+
+    def move(self, rows: int) -> None:
+        """So many lines down; the cursor stops at both ends."""
+        raise NotImplementedError
+
+    def move_screens(self, screens: int) -> None:
+        """So many screens down."""
+        self.move(screens * max(1, self.page_rows - 1))
+
+    def move_to_start(self) -> None:
+        """To the first line."""
+        self.move(-self.total)
+
+    def move_to_end(self) -> None:
+        """To the last line."""
+        self.move(self.total)
+
+    def shift(self, columns: int) -> None:
+        """So many columns to the right, where there are any."""
+
+    @override
+    def wheel(self, lines: int) -> None:
+        self.move(lines)
+
+    def _scroll(self) -> None:
+        """Keep the cursor on a line, the window around it, and that no further than the last."""
+        self._cursor = max(0, min(self._cursor, self.total - 1))
+        self._first = max(self._cursor - self.page_rows + 1, min(self._first, self._cursor))
+        self._first = max(0, min(self._first, self.total - self.page_rows))
 
 
 class Ground(Container):

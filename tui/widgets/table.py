@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
-from textual.message import Message
 from typing_extensions import override
 
 from kvd.filters import KEY
@@ -21,7 +20,7 @@ from tui.draw.spans import Line, Styled, cleaned
 from tui.draw.spans import columns as width_of
 from tui.model import cells
 from tui.model.columns import NamedRow, heading, places
-from tui.widgets.canvas import NOT_HERE_YET, Canvas, console
+from tui.widgets.canvas import NOT_HERE_YET, Cursored, console
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -168,7 +167,7 @@ class _Cells(msgspec.Struct):
     fit: Fit | None = None
 
 
-class WindowedTable(Canvas):
+class WindowedTable(Cursored):
     """A window of one view of the daemon.
 
     ``asks`` is what to ask for, ``show`` paints the answer. ``rules`` say which columns matter
@@ -179,18 +178,7 @@ class WindowedTable(Canvas):
     look as their kind does. ``rates`` hear every new table, also while the screen stands still.
     """
 
-    class Moved(Message):
-        """The cursor is on another row, or what to ask for has changed."""
-
-        def __init__(self, table: WindowedTable) -> None:
-            super().__init__()
-            self.table = table
-
-    class Opened(Moved):
-        """A row was clicked twice."""
-
     head_lines = HEAD_LINES
-    """Above the rows."""
 
     def __init__(
         self,
@@ -230,9 +218,6 @@ class WindowedTable(Canvas):
         self._rates = tuple(rates)
         self._measured: TableData | None = None
         self._now_s = 0.0
-        self._first = 0
-        """The row at the top."""
-        self._cursor = 0
         self._key = ""
         self._is_following = False
         """Whether the cursor goes with its row: once it was moved there."""
@@ -245,9 +230,9 @@ class WindowedTable(Canvas):
     # ---- what to ask ------------------------------------------------------------------------
 
     @property
-    def page_rows(self) -> int:
-        """Rows that there is room for."""
-        return max(1, self.size.height - self.head_lines)
+    @override
+    def total(self) -> int:
+        return self.data.total if self.data is not None else 0
 
     def asks(self) -> Query:
         """What to ask for: what is shown, and half a screen more, so that small steps are here."""
@@ -316,17 +301,9 @@ class WindowedTable(Canvas):
             was, self._cursor = self._cursor, data.slot.first + data.order.index(self._key)
             if self._cursor != was and not 0 <= self._cursor - self._first < self.page_rows:
                 self._first = self._cursor - min(self.page_rows - 1, max(0, was - self._first))
-        self._cursor = max(0, min(self._cursor, data.total - 1))
         self._scroll()
         self._key = self._key_at(self._cursor)
         self._known = {key: row for key, row in self._known.items() if key in data.rows}
-
-    def _scroll(self) -> None:
-        """Move the window so that the cursor is in it, and no further than the last row."""
-        total = self.data.total if self.data is not None else 0
-        rows = self.page_rows
-        self._first = max(self._cursor - rows + 1, min(self._first, self._cursor))
-        self._first = max(0, min(self._first, total - rows))
 
     def _key_at(self, index: int) -> str:
         data = self.data
@@ -466,27 +443,25 @@ class WindowedTable(Canvas):
 
     # ---- moving -----------------------------------------------------------------------------
 
+    @override
     def move(self, rows: int) -> None:
-        """Move the cursor; it stops at both ends."""
         self._go(self._cursor + rows)
 
-    def move_to_end(self) -> None:
-        """To the last row."""
-        self._go(self.data.total - 1 if self.data is not None else 0)
-
+    @override
     def move_to_start(self) -> None:
         """To the first row; the cursor then stays at the top, whatever comes there."""
         self._go(0)
         self._is_following = False
 
     def _go(self, index: int) -> None:
-        total = self.data.total if self.data is not None else 0
-        self._cursor = max(0, min(index, total - 1))
+        self._cursor = index
+        self._scroll()
         self._key = self._key_at(self._cursor)
         self._is_following = True
-        self._scroll()
-        self._touch()
+        self.redraw()
+        self.post_message(self.Moved(self))
 
+    @override
     def shift(self, columns: int) -> None:
         """Look at the columns further right, or left again."""
         most = max(0, len(self.columns) - 2)
@@ -569,10 +544,6 @@ class WindowedTable(Canvas):
         if self.sort:
             self.set_sort(self.sort[1:] if self.sort.startswith("-") else f"-{self.sort}")
 
-    def _touch(self) -> None:
-        self.redraw()
-        self.post_message(self.Moved(self))
-
     # ---- the mouse --------------------------------------------------------------------------
 
     def row_at(self, y: int) -> int:
@@ -591,10 +562,6 @@ class WindowedTable(Canvas):
             self._go(index)
             if event.chain == 2:
                 self.post_message(self.Opened(self))
-
-    @override
-    def wheel(self, lines: int) -> None:
-        self.move(lines)
 
     @override
     def on_resize(self) -> None:
