@@ -65,14 +65,11 @@ class TrafficRates:
     def __init__(self) -> None:
         self.incoming = RowRates("in_bytes")
         self.outgoing = RowRates("out_bytes")
-        self._taken: TableData | None = None
 
     def take(self, data: TableData | None) -> None:
-        """Remember the counters of a table of all peers, unless it is the last one."""
-        if data is not None and data is not self._taken:
-            self._taken = data
-            self.incoming.take(data)
-            self.outgoing.take(data)
+        """Remember the counters of a table of all peers."""
+        self.incoming.take(data)
+        self.outgoing.take(data)
 
     def made(self, row: NamedRow, path: str) -> tuple[Cell, ...]:
         """The cells of ``COLUMNS``."""

@@ -216,7 +216,6 @@ class WindowedTable(Cursored):
         self._painters = painters if painters is not None else {}
         self._stands_for = stands_for if stands_for is not None else {}
         self._rates = tuple(rates)
-        self._measured: TableData | None = None
         self._now_s = 0.0
         self._key = ""
         self._is_following = False
@@ -276,13 +275,9 @@ class WindowedTable(Cursored):
     def show(self, snapshot: DaemonSnapshot) -> None:
         """Paint what changed since the last time."""
         self._now_s = snapshot.now_s
-        if self._rates:
-            newest = console(self).mirror.history.newest.table(self.asks())
-            if newest is not None and newest is not self._measured:
-                self._measured = newest
-                for rates in self._rates:
-                    rates.take(newest)
         asked = self.asks()
+        for rates in self._rates:
+            rates.take(console(self).mirror.history.newest.table(asked))
         data = snapshot.table(asked)
         if data is not None and data is not self.source:
             self.source = data
