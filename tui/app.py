@@ -115,14 +115,9 @@ class Location(msgspec.Struct, frozen=True):
     ref: str = ""
     above: tuple[Location, ...] = ()
 
-    @property
-    def label(self) -> str:
-        """One crumb."""
-        return self.ref or self.page
-
     def crumbs(self) -> tuple[str, ...]:
         """The way from the page to what is open."""
-        return (*(view.label for view in self.above), self.label)
+        return tuple([view.ref or view.page for view in (*self.above, self)])
 
     def open(self, page: str, ref: str) -> Location:
         """Open something from here, on the page that shows it; what was here is one crumb up."""

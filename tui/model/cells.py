@@ -13,9 +13,10 @@ from kvd.text import age, clean, compact, compact_bytes
 from tui.draw.spans import columns, cut
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvd.wire.console import Cell, Holder
     from tui.draw.spans import Style
-    from tui.model.columns import NamedRow
 
 NOTHING: Final = "-"
 """Where the question makes no sense for the row."""
@@ -146,16 +147,7 @@ def holder(who: Holder, now_s: float) -> str:
     return f"{mark}{clean(who.who)}{state} {age(now_s - who.since_s)}"
 
 
-SEVERITY_LETTERS: dict[str, tuple[str, Style]] = {
-    "high": ("!", "bad"),
-    "medium": ("▲", "warn"),
-    "low": ("·", "dim"),
-}
-"""How grave, for eyes without colours."""
-
-
-def severity(row: NamedRow) -> tuple[str, Style]:
-    """How grave it is: a letter, a colour and the word."""
-    word = row.text("severity")
-    letter, style = SEVERITY_LETTERS.get(word, ("?", "warn"))
+def lettered(word: str, known: Mapping[str, tuple[str, Style]]) -> tuple[str, Style]:
+    """A word of a few with its letter, for eyes without colours, and its style."""
+    letter, style = known.get(word, ("?", "warn"))
     return f"{letter} {clean(word)}", style

@@ -47,8 +47,11 @@ STANDS_FOR = {
     "path": "name",
 }
 
-LETTERS = {"up": "+", "suspect": "~", "lost": "!", "silent": "?"}
-STATES: dict[str, Style] = {"up": "ok", "suspect": "warn", "lost": "bad", "silent": "warn"}
+STATES: dict[str, tuple[str, Style]] = {
+    "up": ("+", "ok"),
+    "suspect": ("~", "warn"),
+    "lost": ("!", "bad"),
+}
 MEANS = {
     "up": "it answers",
     "suspect": "it has not been heard for a while",
@@ -84,9 +87,8 @@ class TrafficRates:
 
 
 def state(row: NamedRow) -> tuple[str, Style]:
-    """A letter, the word, and its style."""
-    word = row.text("state")
-    return f"{LETTERS.get(word, '?')} {clean(word)}", STATES.get(word, "warn")
+    """Whether it is heard."""
+    return cells.lettered(row.text("state"), STATES)
 
 
 def layout(row: NamedRow) -> tuple[str, Style]:

@@ -291,7 +291,7 @@ class EventLogView(Cursored):
             Styled(told.words, told.style if told.style in {"warn", "bad"} else "plain"),
         )
         line = spans.fit(made, width)
-        return tuple(span._replace(under="cursor") for span in line) if is_chosen else line
+        return spans.pointed_at(line) if is_chosen else line
 
     def _told(self, entry: Entry) -> event_log.EventLine:
         known = self._known.get(entry.key)

@@ -415,7 +415,7 @@ class WindowedTable(Cursored):
         made = (Styled(mark, "key"), *self._cells(key, texts))
         if not is_chosen:
             return spans.merged(made)
-        return tuple(span._replace(under="cursor") for span in spans.fit(made, self.size.width))
+        return spans.pointed_at(spans.fit(made, self.size.width))
 
     def _cells(self, key: str, texts: Sequence[CellLook]) -> Line:
         """A row without its cursor."""
