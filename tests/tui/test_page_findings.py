@@ -96,12 +96,6 @@ async def test_what_is_to_be_done_on_the_node_is_copied():
         assert not stage.app.bar.display
 
 
-async def test_enter_leads_to_what_the_finding_is_about():
-    async with staged("overview", "leak") as stage:
-        await stage.press("enter")
-        assert (stage.app.page.NAME, stage.app.card.ref) == ("pools", "pool:kv")
-
-
 async def test_the_queue_is_of_those_who_lack_pages_and_x_opens_who_is_in_the_way():
     async with staged("overview", "overloaded", LARGE) as stage:
         await stage.press("tab")
@@ -117,14 +111,6 @@ async def test_z_leaves_out_what_is_not_grave():
         assert stage.app.page.problems.data.total > 0
         await stage.press("z")
         assert "problems /!severity:low" in stage.text
-
-
-async def test_frozen_it_stands_still():
-    async with staged("overview", "leak") as stage:
-        await stage.press("space")
-        before = stage.text.splitlines()[2:-1]
-        await stage.pass_time(2.0)
-        assert stage.text.splitlines()[2:-1] == before
 
 
 async def test_hostile_names_are_written_out():

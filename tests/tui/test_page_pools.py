@@ -98,16 +98,6 @@ async def test_only_as_many_cells_are_asked_for_as_the_map_shows(size):
         assert max(one.cells for one in feed.maps) <= size[0] * size[1] * 2
 
 
-async def test_without_colour_a_cell_is_the_letter_of_its_level(monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    app, feed = memory("pools")
-    async with app.run_test(size=NARROW) as pilot:
-        await bring(app, feed, pilot)
-        assert map_of(app).grid.shape == "letters"
-        at = next(at for at, text in enumerate(lines_of(app)) if text.startswith(CAPTION))
-        assert lines_of(app)[at + 1].startswith("◆cA.cA.cA")
-
-
 async def test_a_small_component_has_no_more_lines_than_it_fills():
     app, feed = memory("pools")
     async with app.run_test(size=WIDE) as pilot:
@@ -302,27 +292,6 @@ async def test_hostile_names_reach_the_screen_as_text_only():
         assert text.count(SHOWN) == 4
         assert "\x1b" not in text
         assert "\u202e" not in text
-
-
-async def test_a_lost_daemon_leaves_the_last_map_standing():
-    app, feed = memory("pools")
-    async with app.run_test(size=NARROW) as pilot:
-        await bring(app, feed, pilot)
-        before = lines_of(app)[2:-1]
-        feed.mirror.failed("no answer within 2 s", 0.0)
-        await settle(app, pilot)
-        assert lines_of(app)[2:-1] == before
-        assert "no answer within 2 s" in lines_of(app)[0]
-
-
-async def test_a_frozen_map_stands_still_while_others_come():
-    app, feed = memory("pools")
-    async with app.run_test(size=NARROW) as pilot:
-        await bring(app, feed, pilot, "space")
-        before = lines_of(app)[2:-1]
-        feed.evicted = 100
-        await bring(app, feed, pilot)
-        assert lines_of(app)[2:-1] == before
 
 
 async def test_p_comes_here_from_a_node_with_its_pages_lit():

@@ -145,13 +145,3 @@ async def test_hostile_names_reach_the_screen_as_text_only():
         assert text.count(SHOWN) >= 3
         assert "\x1b" not in text
         assert "\u202e" not in text
-
-
-async def test_a_frozen_tree_stands_still():
-    app, feed = memory("radix")
-    async with app.run_test(size=NARROW) as pilot:
-        await bring(app, feed, pilot, "x", "space")
-        before = lines_of(app)[2:-1]
-        feed.locked = ()
-        await bring(app, feed, pilot)
-        assert lines_of(app)[2:-1] == before
