@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from kvd.errors import Code, Refusal
 from kvd.text import age
-from kvd.wire.admin import Audit, Because
+from kvd.wire.admin import Because
 from tui import actions
 from tui.model.commands import FACES, PAGES, RULES, cli_command
 from tui.model.mirror import Subscription
@@ -541,13 +541,18 @@ class KvdTui(App[None], inherit_bindings=False):
         """Sort the page's table by a column, ``-column`` for the largest first."""
         actions.sort_by(self, column)
 
-    def action_change(self, verb: str) -> None:
-        """Change something: asks the daemon at once, or has the operator say how much or which."""
-        actions.start(self, verb)
+    async def action_change(self, verb: str) -> None:
+        """Change something as if it were typed; the operator goes on where more has to be said."""
+        abort = f"abort room {actions.room_of(self)} ".replace("  ", " ")
+        begun = {"evict": "evict ", "abort": abort}.get(verb, "")
+        if begun:
+            self.action_ask(":", begun)
+        else:
+            await actions.obey(self, verb)
 
-    def action_audit(self) -> None:
+    async def action_audit(self) -> None:
         """Check every invariant now."""
-        self.order(partial(actions.carry_out, self, Audit(0)))
+        await actions.obey(self, "audit")
 
     def action_related(self) -> None:
         """Have the operator choose among what has to do with it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Literal, get_args
 
+from kvd.filters import row_passes
 from kvd.text import clean, compact_bytes, duration
 from kvd.wire.console import Column, TableRow
 from kvd.wire.events import REFERENCES, Event, HandoffEnded, Moved, PagesCorrupt
@@ -299,22 +300,11 @@ def record_of(event: Event) -> tuple[TableRow, tuple[Column, ...]]:
 
 def kinds_for(filters: Iterable[Filter]) -> tuple[str, ...]:
     """The kinds whose events may pass, to ask only for these; none where all may."""
-    wanted = list(filters)
-    found = tuple(kind for kind in KINDS if all(_may_pass(kind, condition) for condition in wanted))
+    own = [condition for condition in filters if condition.column in {"kind", "level"}]
+    found = tuple(kind for kind in KINDS if all(_may_pass(kind, condition) for condition in own))
     return () if len(found) == len(KINDS) else found or ("none",)
 
 
 def _may_pass(kind: str, condition: Filter) -> bool:
-    if condition.column not in {"kind", "level"}:
-        return True
-    has = (kind,) if condition.column == "kind" else levels_of(kind)
-    value = str(condition.value).casefold()
-    match condition.test:
-        case "has":
-            return any(value in own for own in has)
-        case "has-not":
-            return any(value not in own for own in has)
-        case "is":
-            return value in has
-        case _:
-            return any(value != own for own in has)
+    rows = [TableRow("", (kind, level, "", "", 0.0)) for level in levels_of(kind)]
+    return any(row_passes(condition, row, COLUMNS, 0.0) for row in rows)

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.binding import Binding
 from typing_extensions import override
 
-from kvd import filters
-from kvd.filters import SyntaxFlaw
 from kvd.text import age, counted
 from kvd.wire.admin import AskOtherEnd, OtherEnds
 from kvd.wire.console import MAX_EVENTS, EventQuery
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from textual.binding import BindingType
     from textual.worker import Worker
 
-    from kvd.wire.console import Column, TableRow
+    from kvd.wire.console import Column, Filter, TableRow
     from kvd.wire.events import Event
     from tui.model.event_log import Entry
     from tui.model.snapshots import DaemonSnapshot
@@ -147,12 +145,9 @@ class EventsPage(Page):
         return event_words.COLUMNS
 
     @override
-    def filter_by(self, text: str) -> None:
-        found = filters.parse(text, event_words.COLUMNS)
-        if isinstance(found, SyntaxFlaw):
-            return
-        self._text, self._book.filters = text, found
-        self._kinds = event_words.kinds_for(found)
+    def filter_by(self, text: str, filters: tuple[Filter, ...]) -> None:
+        self._text, self._book.filters = text, filters
+        self._kinds = event_words.kinds_for(filters)
         self._reshow()
 
     def _narrow(self, about: str) -> None:
@@ -205,7 +200,8 @@ class EventLogView(Cursored):
         """Whether the cursor stays on the newest line."""
         self.words = ""
         """What the head says of where the lines come from."""
-        self._entries: Sequence[Entry] = ()
+        self.entries: Sequence[Entry] = ()
+        """What passes the filters, oldest first."""
         self._now_s = 0.0
         self._key = ""
         self._sought = ""
@@ -214,30 +210,25 @@ class EventLogView(Cursored):
     @property
     @override
     def total(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     @property
     def entry(self) -> Entry | None:
         """What is under the cursor."""
-        return self._entries[self._cursor] if self._cursor < len(self._entries) else None
-
-    @property
-    def entries(self) -> Sequence[Entry]:
-        """What passes the filters, oldest first."""
-        return self._entries
+        return self.entries[self._cursor] if self._cursor < len(self.entries) else None
 
     # ---- showing ----------------------------------------------------------------------------
 
     def show(self, entries: Sequence[Entry], now_s: float) -> None:
         """Show these; the cursor stays on its line, or on the newest one."""
-        self._entries, self._now_s = entries, now_s
+        self.entries, self._now_s = entries, now_s
         self._place()
         self.redraw()
 
     def _place(self) -> None:
         wanted = self._sought or ("" if self.is_following else self._key)
         at = self._index(wanted) if wanted else None
-        last = max(0, len(self._entries) - 1)
+        last = max(0, len(self.entries) - 1)
         if self._sought and at is not None:
             self._sought, self.is_following = "", False
         if at is not None:
@@ -248,7 +239,7 @@ class EventLogView(Cursored):
         self._settle()
 
     def _index(self, key: str) -> int | None:
-        return next((at for at, entry in enumerate(self._entries) if entry.key == key), None)
+        return next((at for at, entry in enumerate(self.entries) if entry.key == key), None)
 
     def _settle(self) -> None:
         """Keep the cursor on a line and the window around it."""
@@ -258,7 +249,7 @@ class EventLogView(Cursored):
     @override
     def make_lines(self, width: int, height: int) -> Sequence[Line]:
         self._settle()
-        shown = self._entries[self._first : self._first + self.page_rows]
+        shown = self.entries[self._first : self._first + self.page_rows]
         lines = [self._head(width)]
         for at, entry in enumerate(shown, start=self._first):
             lines.append(self._line(entry, width, is_chosen=at == self._cursor))
@@ -267,14 +258,14 @@ class EventLogView(Cursored):
         return lines
 
     def _head(self, width: int) -> Line:
-        below = len(self._entries) - 1 - self._cursor
+        below = len(self.entries) - 1 - self._cursor
         state = "following" if self.is_following else f"{below} newer below"
         at_left = (
             Styled("events", "head"),
             cleaned(f" {self.words}" if self.words else "", "key"),
         )
         tail = (
-            Styled(f"{counted(len(self._entries), 'line')} · "),
+            Styled(f"{counted(len(self.entries), 'line')} · "),
             Styled(state, "ok" if self.is_following else "warn"),
         )
         return spans.ruled(at_left, tail, width, is_lit=self.has_keys)
@@ -308,7 +299,7 @@ class EventLogView(Cursored):
         """Up from the newest the cursor stays there, onto the newest it follows again."""
         self._cursor += rows
         self._settle()
-        self.is_following = rows > 0 and self._cursor >= len(self._entries) - 1
+        self.is_following = rows > 0 and self._cursor >= len(self.entries) - 1
         self.redraw()
 
     @override

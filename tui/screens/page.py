@@ -184,8 +184,10 @@ class Page(Ground, can_focus=True):
         table = self.table()
         return table.columns if table is not None else ()
 
-    def filter_by(self, text: str) -> None:
-        """Show only what passes; for a page that has no table and says ``CAN_FILTER``."""
+    def filter_by(self, text: str, filters: tuple[Filter, ...]) -> None:
+        """Show only what passes; ``text`` is how that was written."""
+        if (table := self.table()) is not None:
+            table.set_filters(text, filters)
 
     def faults(self) -> str:
         """The filter that leaves only what is wrong; empty if none is known here."""

@@ -76,7 +76,8 @@ class Canvas(Widget, can_focus=False):
 
     def __init__(self, *, name: str | None = None, id: str | None = None) -> None:  # noqa: A002
         super().__init__(name=name, id=id, markup=False)
-        self._lines: Sequence[Line] = ()
+        self.lines: Sequence[Line] = ()
+        """What is shown."""
         self._strips: dict[int, Strip] = {}
         self._looks: dict[tuple[str, str], Style] = {}
         """By style and what is under it, with what the widget stands on."""
@@ -84,9 +85,9 @@ class Canvas(Widget, can_focus=False):
 
     def paint(self, lines: Sequence[Line]) -> None:
         """Show these lines, the first one at the top."""
-        before, self._lines = self._lines, tuple(lines)
+        before, self.lines = self.lines, tuple(lines)
         rows = max(len(before), len(lines))
-        changed = [at for at in range(rows) if _at(before, at) != _at(self._lines, at)]
+        changed = [at for at in range(rows) if _at(before, at) != _at(self.lines, at)]
         for at in changed:
             self._strips.pop(at, None)
         if changed:
@@ -95,7 +96,7 @@ class Canvas(Widget, can_focus=False):
     def make_lines(self, width: int, height: int) -> Sequence[Line]:
         """All lines at this size; of a widget that has no more to say those that are there."""
         del width, height
-        return self._lines
+        return self.lines
 
     def redraw(self) -> None:
         """Make the lines anew, and have those painted that differ from what is there."""
@@ -125,11 +126,6 @@ class Canvas(Widget, can_focus=False):
         self.wheel(-WHEEL_LINES)
 
     @property
-    def lines(self) -> Sequence[Line]:
-        """What is shown."""
-        return self._lines
-
-    @property
     @override
     def size(self) -> Size:
         return self.outer_size  # Textual looks for borders and scrollbars each time: there are none
@@ -155,7 +151,7 @@ class Canvas(Widget, can_focus=False):
 
     def _strip(self, y: int, filters: Sequence[LineFilter]) -> Strip:
         looks, segments = self._looks, list[Segment]()
-        for text, style, under in (*(_at(self._lines, y) or ()), BLANK):
+        for text, style, under in (*(_at(self.lines, y) or ()), BLANK):
             look = looks.get((style, under)) or self._look(style, under, filters)
             segments.append(Segment(text, look))
         blank = segments.pop().style
