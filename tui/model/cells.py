@@ -44,7 +44,7 @@ _STATES: Final[dict[str, Style]] = {
     **dict.fromkeys(
         (
             *("gone", "lost", "failed", "refused", "quarantined", "high", "broken", "aborted"),
-            *("down", "stale", "ended", "corrupt", "orphan"),
+            *("down", "stale", "ended", "corrupt", "orphan", "quar."),
         ),
         "bad",
     ),
@@ -141,9 +141,14 @@ def _holders(holders: tuple[Holder, ...], now_s: float, width: int) -> CellText:
     return CellText(cut(short + rest_text, width), style)
 
 
+AT_WORK: Final = frozenset({"", "moving", "pinned"})
+"""States of a holder in which all is well."""
+
+
 def holder(who: Holder, now_s: float) -> str:
     """One holder: ``engine-1 2.1s``, or ``!engine-2 gone 31s`` where something is wrong with it."""
-    mark, state = ("!", f" {clean(who.state)}") if who.state else ("", "")
+    mark = "" if who.state in AT_WORK else "!"
+    state = f" {clean(who.state)}" if who.state else ""
     return f"{mark}{clean(who.who)}{state} {age(now_s - who.since_s)}"
 
 

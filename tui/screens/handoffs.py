@@ -181,6 +181,8 @@ class HandoffsPage(Page):
 
 
 AGO_COLUMNS = 9
+NAMED_FROM_COLUMNS = 60
+"""Where there are fewer, which room it is needs them more than how far it is."""
 BAR_FROM_COLUMNS = 100
 """Where there is room for a second bar; the table has one already."""
 
@@ -212,6 +214,8 @@ def _head(row: NamedRow, width: int) -> Line:
         Styled(state, style),
     )
     words = f"{handoffs.done(row)[0]}  {handoffs.rate(row)[0]}  {handoffs.eta(row)[0]}"
+    if width < NAMED_FROM_COLUMNS:
+        words = ""
     if width >= BAR_FROM_COLUMNS and row.number("progress") is not None:
         words = f"{handoffs.progress(row, 10)[0]} {words}"
     return spans.ruled(at_left, (Styled(words.strip(), "dim"),), width)
@@ -227,17 +231,19 @@ def _trouble(row: NamedRow, width: int) -> list[Line]:
 
 def _figures(story: HandoffStory, row: NamedRow, node: str, now_s: float, width: int) -> list[Line]:
     """What each end says of its bytes, ours first."""
-    made = [_of_end(node, _ours(row), width)]
+    made = _of_end(node, _ours(row), width)
     if story.there is not None and isinstance(story.there.answer, tuple):
         by_s = now_s - story.there.at_s
         told = [end for end in story.there.answer if not end.why_none]
-        made += [_of_end(end.peer, _told(end, by_s), width) for end in told]
+        for end in told:
+            made += _of_end(end.peer, _told(end, by_s), width)
     return made
 
 
-def _of_end(name: str, words: list[str], width: int) -> Line:
-    text = ", ".join(word for word in words if word)
-    return spans.fit((cleaned(f"{name}: ", "head"), Styled(text)), width)
+def _of_end(name: str, words: list[str], width: int) -> list[Line]:
+    *before, last = [word for word in words if word]
+    items = [spans.line(text) for text in (*(f"{word}," for word in before), last)]
+    return spans.wrapped([(cleaned(f"{name}:", "head"),), *items], width, 1)
 
 
 def _ours(row: NamedRow) -> list[str]:

@@ -159,8 +159,7 @@ class OverviewPage(Page):
         sources.display = left > pool_lines
         middle = max(left, 2 * CHART_LINES if has_charts and room >= 2 * CHART_LINES + 4 else left)
         self.set_height(sources, source_height)
-        if not is_wide:
-            self.set_height(self.query_one("#left"), left)
+        self.set_height(self.query_one("#left"), left)
         room -= self._give(self.query_one("#middle"), middle, room)
         if has_charts and charts.size.width:
             charts.paint(chart_lines(rates, end_s, app.chart_step_s, charts.size.width, middle))

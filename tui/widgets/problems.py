@@ -77,7 +77,7 @@ class ProblemCards(WindowedTable):
         data = self.data
         if data is None or not data.total:
             words = NOT_HERE_YET if data is None else data.trouble or self._nothing()
-            return [self._caption(words, width)]
+            return [self._caption((words,), width)]
         lines = [self._caption(self._place_words(data), width)]
         self._rows_at = []
         for index in range(self._first, data.total):

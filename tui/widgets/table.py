@@ -13,13 +13,14 @@ import msgspec
 from typing_extensions import override
 
 from kvd.filters import KEY
-from kvd.text import clean, counted
+from kvd.text import age, clean, counted
 from kvd.wire.console import MAX_FILTERS, MAX_ROWS, Filter, Query, TableRow
 from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
 from tui.draw.spans import columns as width_of
 from tui.model import cells
 from tui.model.columns import NamedRow, heading, places
+from tui.model.snapshots import FRESH_S
 from tui.widgets.canvas import NOT_HERE_YET, Cursored, console
 
 if TYPE_CHECKING:
@@ -148,6 +149,8 @@ HEAD_LINES = 2
 """The caption and the names of the columns."""
 GUTTER = 2
 """For the cursor, which is a character, not a colour."""
+RULES = 6
+"""Columns of the rules at both ends of a caption, and between its words."""
 WIDEST = 96
 """Columns of a terminal that one cell may take."""
 
@@ -217,6 +220,8 @@ class WindowedTable(Cursored):
         self._stands_for = stands_for if stands_for is not None else {}
         self._rates = tuple(rates)
         self._now_s = 0.0
+        self.seen_ago_s = 0.0
+        """How old the rows are."""
         self._key = ""
         self._is_following = False
         """Whether the cursor goes with its row: once it was moved there."""
@@ -274,7 +279,6 @@ class WindowedTable(Cursored):
 
     def show(self, snapshot: DaemonSnapshot) -> None:
         """Paint what changed since the last time."""
-        self._now_s = snapshot.now_s
         asked = self.asks()
         for rates in self._rates:
             rates.take(console(self).mirror.history.newest.table(asked))
@@ -286,6 +290,9 @@ class WindowedTable(Cursored):
         elif data is None and self.source is not None and self.source.slot.filters != asked.filters:
             self.source = self.data = None  # rows that nobody asks for, and no key is to be about
             self._key = ""
+        # A window that was not asked for lately is as it was then, and says so.
+        self.seen_ago_s = snapshot.now_s - self.data.at_s if self.data is not None else 0.0
+        self._now_s = snapshot.now_s - (self.seen_ago_s if self.seen_ago_s > FRESH_S else 0.0)
         self.redraw()
 
     def _place(self) -> None:
@@ -310,9 +317,8 @@ class WindowedTable(Cursored):
         data = self.data
         if data is None:
             is_frozen = console(self).mirror.history.is_frozen
-            return [
-                self._caption("frozen: not in this picture" if is_frozen else NOT_HERE_YET, width)
-            ]
+            why = "frozen: not in this picture" if is_frozen else NOT_HERE_YET
+            return [self._caption((why,), width)]
         shown = [
             (index, self._key_at(index))
             for index in range(self._first, min(self._first + self.page_rows, data.total))
@@ -374,27 +380,30 @@ class WindowedTable(Cursored):
 
     # ---- lines ------------------------------------------------------------------------------
 
-    def _place_words(self, data: TableData) -> str:
-        """Which rows these are, of how many, and in what order."""
+    def _place_words(self, data: TableData) -> tuple[str, ...]:
+        """Which rows these are, of how many, how old, and in what order: what matters first."""
         last = min(self._first + self.page_rows, data.total)
         words = [f"{min(self._first + 1, last)}-{last} of {data.total}"]
+        if self.seen_ago_s > FRESH_S:
+            words.append(f"seen {age(self.seen_ago_s)} ago")
         if data.of != data.total:
             words[0] += f" (of {data.of})"
         if self.sort:
             words.append(f"by {self.sort}")
         if self._fit.hidden and self.head_lines == HEAD_LINES:
             words.append(f"{counted(self._fit.hidden, 'column')} hidden")
-        return " · ".join(words)
+        return tuple(words)
 
-    def _caption(self, words: str, width: int) -> Line:
+    def _caption(self, words: Sequence[str], width: int) -> Line:
         title: Line = (cleaned(self.title, "head" if self.is_active else "dim"),)
         if self.pinned:
             title = (cleaned(f"only {self.pinned}, Esc: all", "key"),)
         elif self.filters:
             title = (*title, Styled(" /", "key"), cleaned(self.filter_text, "key"))
-        return spans.ruled(
-            title, (cleaned(words, "dim"),), width, is_lit=self.is_active and self.has_keys
-        )
+        while len(words) > 1 and len(" · ".join(words)) + spans.width_of(title) + RULES > width:
+            words = words[:-1]
+        tail = (cleaned(" · ".join(words), "dim"),)
+        return spans.ruled(title, tail, width, is_lit=self.is_active and self.has_keys)
 
     def _names(self, data: TableData) -> Line:
         made = [Styled(" " * GUTTER)]
@@ -528,16 +537,10 @@ class WindowedTable(Cursored):
         """By this column, the other way round if it is sorted by it; figures from the largest."""
         name = self._stands_for.get(name, name)
         kind = next((column.kind for column in self.columns if column.name == name), "")
-        falling = f"-{name}" if name else ""
+        is_falling = kind in cells.FIGURES - {"since", "until"}
         if self.sort.removeprefix("-") == name:
-            self.reverse()
-            return
-        self.set_sort(falling if kind in cells.FIGURES - {"since", "until"} else name)
-
-    def reverse(self) -> None:
-        """Sort the other way round."""
-        if self.sort:
-            self.set_sort(self.sort[1:] if self.sort.startswith("-") else f"-{self.sort}")
+            is_falling = not self.sort.startswith("-")
+        self.set_sort(f"-{name}" if name and is_falling else name)
 
     # ---- the mouse --------------------------------------------------------------------------
 
