@@ -13,7 +13,7 @@ from kvd.text import age, clean, compact, compact_bytes
 from tui.draw.spans import columns, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kvd.wire.console import Cell, Holder
     from tui.draw.spans import Style
@@ -93,19 +93,11 @@ def _plain(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
 
 
-def _share(value: float) -> str:
-    return f"{100 * value:.0f}%"
-
-
-def _milliseconds(value: float) -> str:
-    return f"{value:.2f}ms" if abs(value) < 10 else f"{value:.0f}ms"
-
-
-_FORMATS: Final = {
+_FORMATS: Final[Mapping[str, Callable[[float], str]]] = {
     "tokens": compact,
     "bytes": compact_bytes,
-    "share": _share,
-    "ms": _milliseconds,
+    "share": lambda value: f"{100 * value:.0f}%",
+    "ms": lambda value: f"{value:.2f}ms" if abs(value) < 10 else f"{value:.0f}ms",
     "seconds": age,
 }
 
