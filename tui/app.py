@@ -32,7 +32,7 @@ from tui.model.snapshots import differences
 from tui.screens import ALL, page_of
 from tui.themes import HIGH_CONTRAST, THEMES, texts_of
 from tui.widgets import head as heads
-from tui.widgets.canvas import Ground
+from tui.widgets.canvas import Canvas, Ground
 from tui.widgets.card import ELSEWHERE, Card, CardContent, question
 from tui.widgets.commandbar import CommandBar
 
@@ -74,6 +74,8 @@ class Keyboard(LinuxDriver):
             self.process_message(event)
 
 
+TABS_COLUMNS = 62
+"""With fewer only the page that is shown has its name; the others their numbers."""
 NARROW_COLUMNS = 100
 """A terminal with fewer has no room for a card beside the page."""
 COMPARED_S = (60.0, 600.0)
@@ -135,9 +137,12 @@ def _tab_of(page: str) -> str:
     return f"tab-{FACES.get(page, page)}"
 
 
-def _tab_label(page: str, tab: str) -> str:
+def _tab_label(page: str, active: str, *, is_narrow: bool = False) -> str:
+    """By a sign too: a terminal without colours, and a text of the screen, have no style."""
     label = f"{PAGES.index(page) + 1} {page}"
-    return f">{label}<" if _tab_of(page) == tab else f" {label} "
+    if _tab_of(page) == active:
+        return f">{label}<"
+    return f" {label[:1] if is_narrow else label} "
 
 
 class PageTabs(Tabs, can_focus=False):
@@ -199,7 +204,7 @@ class KvdTui(App[None], inherit_bindings=False):
         self.place = Location(first)
         """Where the operator is."""
         self.animation_level = "none"
-        self._head = heads.Head()
+        self._head = Canvas(id="head")
         self._tabs = PageTabs(
             *(Tab(_tab_label(page, _tab_of(first)), id=_tab_of(page)) for page in PAGES),
             active=_tab_of(first),
@@ -256,10 +261,15 @@ class KvdTui(App[None], inherit_bindings=False):
         self.call_after_refresh(self.tick)
 
     def on_resize(self) -> None:
-        """Where the card goes depends on the width."""
-        self.place_card()
+        """All is of another size, once Textual knows it."""
         self.call_after_refresh(self._arrived)
         self.set_timer(RESIZED_S, self.screen.refresh)
+
+    def _label_tabs(self) -> None:
+        is_narrow = self.size.width < TABS_COLUMNS
+        for tab in self._tabs.query(Tab):
+            page = (tab.id or "").removeprefix("tab-")
+            tab.label = _tab_label(page, self._tabs.active, is_narrow=is_narrow)
 
     def place_card(self) -> None:
         """Beside the page, or over it where there is no room or it is wanted wide."""
@@ -622,12 +632,12 @@ class KvdTui(App[None], inherit_bindings=False):
                 self.ask_again()
             else:
                 self.card.close()
-            self.place_card()
             self.call_after_refresh(self._arrived)
 
     def _arrived(self) -> None:
-        """The page knows its size now, and so what it wants and what it shows."""
-        self._seen = ()
+        """The page knows its size now, and so where the card goes, what it wants and shows."""
+        self.place_card()
+        self._label_tabs()
         self.hurry()
         self.tick()
 
@@ -662,9 +672,7 @@ class KvdTui(App[None], inherit_bindings=False):
         if message.tab.id != self._tabs.active:
             return  # left meanwhile: to go there would bring back the one after it, and so on
         tab = self._tabs.active
-        # Said by a sign too: a terminal without colours, and a text of the screen, have no style.
-        for name in PAGES:
-            self._tabs.query_one(f"#{_tab_of(name)}", Tab).label = _tab_label(name, tab)
+        self._label_tabs()
         if tab != _tab_of(self.place.page):
             await self.go(Location(tab.removeprefix("tab-")))
 

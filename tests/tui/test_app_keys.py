@@ -368,6 +368,7 @@ async def test_help_and_the_way_out_are_named_however_narrow_it_is():
     async with shown(page="pools", size=(80, 24)) as (app, _, pilot):
         assert text_of(app).splitlines()[-1].rstrip().endswith("? help q quit")
         await resize(app, pilot, 40, 12)
+        assert lines_of(app)[1] == " 1 >2 pools< 3  4  5  6"
         assert text_of(app).splitlines()[-1].rstrip() == "⏎ open / filter : command ? help q quit"
         await resize(app, pilot, 132, 40)
         assert text_of(app).splitlines()[-1].endswith("space freeze c compare ? help q quit")

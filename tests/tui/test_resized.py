@@ -42,6 +42,14 @@ def test_what_the_head_says_is_whole_at_every_width(width):
     assert text.endswith(" LIVE 4/s 12:00:00 ")
 
 
+async def test_a_card_lies_over_the_page_once_there_is_no_room_beside_it():
+    async with staged("engines", size=MIDDLE) as stage:
+        await stage.press("enter")
+        assert stage.app.card.region.x > 0
+        await resize(stage.app, stage.pilot, *SMALL)
+        assert stage.app.card.region.x == 0
+
+
 async def test_a_table_that_was_not_asked_for_since_says_of_when_it_is():
     async with staged("peers", size=MIDDLE) as stage:
         await stage.press("1")

@@ -13,7 +13,6 @@ from kvd.text import duration
 from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
 from tui.model.mirror import LinkConnecting, LinkDown, LinkLagging, LinkLive, LinkState
-from tui.widgets.canvas import Canvas
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
@@ -108,12 +107,6 @@ def _picture(now: HeadStatus) -> Line:
     if link:
         return link
     return (Styled(f"LIVE {now.fps:.2g}/s", "ok"), Styled(f" {now.clock}" if now.clock else ""))
-
-
-class Head(Canvas):
-    """The first line."""
-
-    DEFAULT_CSS = "Head { height: 1; }"
 
 
 class Foot(Footer):
