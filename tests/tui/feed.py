@@ -126,3 +126,9 @@ async def resize(app, pilot, width: int, height: int) -> None:
 def lines_of(app) -> list[str]:
     """What the terminal shows, line by line."""
     return text_of(app).splitlines()
+
+
+def line_with(app, part) -> str:
+    """The one line of the screen that has this."""
+    [found] = [line for line in lines_of(app) if part in line]
+    return found

@@ -24,6 +24,7 @@ from kvd.wire.admin import (
 )
 from kvd.wire.console import Filter
 from tests.tui.feed import console, lines_of, resize, settle
+from tests.tui.golden import text_of
 from tests.tui.plain import plain  # noqa: F401 - a fixture for all tests here
 from tui.app import Location
 from tui.widgets.table import WindowedTable
@@ -53,10 +54,6 @@ async def enter(app, pilot, text):
     app.action_ask(text[0])
     app.bar.typed.value = text
     await press(app, pilot, "enter")
-
-
-def text_of(app):
-    return "\n".join(lines_of(app))
 
 
 async def test_arrows_and_letters_move_the_cursor():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.core.inspect.snapshot import room_states
-from kvd.wire.admin import AbortRoom, AskOtherEnd, Fence, Rehearse, Why
+from kvd.wire.admin import AbortRoom, AskOtherEnd, Rehearse, Why
 from tests.tui.staged import SMALL, Stage, staged
 from tests.tui.town import land
 
@@ -155,14 +155,6 @@ async def test_capital_a_shows_what_would_happen_and_aborts_the_room_when_agreed
         await stage.press("y")
         aborted = [one for one in stage.asked if isinstance(one, AbortRoom)]
         assert [one.room for one in aborted] == [9]
-
-
-async def test_capital_x_shows_what_a_fence_would_do_and_escape_does_not():
-    async with staged("handoffs") as stage:
-        await stage.press("ctrl+x")
-        assert Rehearse(0, Fence(0)) in stage.asked
-        await stage.press("escape")
-        assert not any(isinstance(one, Fence) for one in stage.asked)
 
 
 async def test_z_leaves_those_without_a_byte_for_long():

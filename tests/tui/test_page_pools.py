@@ -6,7 +6,7 @@ import pytest
 
 from kvd.wire.admin import Because, Why
 from kvd.wire.console import MapQuery
-from tests.tui.feed import lines_of, settle
+from tests.tui.feed import line_with, lines_of, settle
 from tests.tui.memory import HOSTILE, SHOWN, memory
 from tui.draw.page_map import Grid
 from tui.widgets.page_map import LENSES
@@ -39,12 +39,6 @@ async def again(app, feed, action, times):
         await app.run_action(action, app.page)
         feed.bring()
         app.tick()
-
-
-def line_with(app, part):
-    """The one line of the screen that has this."""
-    [found] = [line for line in lines_of(app) if part in line]
-    return found
 
 
 def map_of(app):
