@@ -7,7 +7,7 @@ done only when the operator agrees to that.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, assert_never
+from typing import TYPE_CHECKING, TypeVar
 
 from textual.actions import parse as parse_action
 
@@ -40,7 +40,7 @@ async def obey(app: KvdTui, text: str) -> None:
         case str():
             await app.run_action(command)
         case _:
-            app.order(partial(carry_out, app, command))
+            app.order(partial(carry_out, app, command, text.strip(": ")))
 
 
 def judge(app: KvdTui, mode: str, text: str) -> SyntaxFlaw | None:
@@ -70,15 +70,11 @@ def choices(app: KvdTui) -> commands.CommandChoices:
 
 def filter_by(app: KvdTui, text: str) -> None:
     """Show only rows that pass; nothing: all of them."""
-    table = app.page.table()
-    if table is None:
-        app.page.filter_by(text)
-        return
-    found = filters.parse(text, table.columns)
+    found = filters.parse(text, app.page.filter_columns())
     if isinstance(found, SyntaxFlaw):
         app.say(found.what, is_bad=True)
-        return
-    table.set_filters(text, found)
+    else:
+        app.page.filter_by(text, found)
 
 
 def sort_by(app: KvdTui, column: str) -> None:
@@ -96,26 +92,6 @@ def sort_by(app: KvdTui, column: str) -> None:
 # ---- what is done on the node --------------------------------------------------------------------
 
 
-def name_of(request: NodeRequest) -> str:
-    """A verb as an operator types it, and why."""
-    match request:
-        case admin.Flush(mode=mode):
-            return "flush" if mode == "unlocked" else f"flush {mode}"
-        case admin.Evict(pages=pages):
-            return f"evict {pages}"
-        case admin.AbortRoom(room=room, reason=reason):
-            return f"abort room {room}: {reason}".removesuffix(": ")
-        case admin.Drain(why=words) | admin.RaiseEpoch(namespace=words):
-            colon = ":" * isinstance(request, admin.Drain)
-            return f"{request.__struct_config__.tag}{colon} {words}".rstrip(": ")
-        case admin.Fence() | admin.Undrain() | admin.Audit() | admin.Pin() | admin.Unpin():
-            return type(request).__name__.lower()
-        case admin.Record():
-            return "record save"
-        case _:
-            assert_never(request)
-
-
 def answered(reply: AdminReply, *kinds: type[T]) -> T | Refusal:
     """An answer of one of the kinds that are expected; any other is a refusal to guess."""
     if isinstance(reply, admin.AdminFailed):
@@ -126,9 +102,11 @@ def answered(reply: AdminReply, *kinds: type[T]) -> T | Refusal:
     return Refusal(Code.INTERNAL, f"the daemon answered with {kind}: versions differ")
 
 
-async def carry_out(app: KvdTui, request: NodeRequest) -> None:
-    """Have the daemon do it; what changes the node only after it was rehearsed and agreed to."""
-    name = name_of(request)
+async def carry_out(app: KvdTui, request: NodeRequest, name: str) -> None:
+    """Have the daemon do it; what changes the node only after it was rehearsed and agreed to.
+
+    ``name``: as it is typed.
+    """
     if not isinstance(request, admin.Audit | admin.Record):
         if app.options.readonly:
             app.say(NOT_HERE, is_bad=True)
@@ -141,19 +119,6 @@ async def carry_out(app: KvdTui, request: NodeRequest) -> None:
         await app.link.ask(request), admin.Report, admin.Recorded
     )
     app.push_screen(ReportDialog(name, done))
-
-
-def start(app: KvdTui, verb: str) -> None:
-    """A key that changes something: asks at once, or has the operator say how much or which."""
-    match verb:
-        case "flush":
-            app.order(partial(carry_out, app, admin.Flush(0)))
-        case "fence":
-            app.order(partial(carry_out, app, admin.Fence(0)))
-        case "evict":
-            app.action_ask(":", "evict ")
-        case _:
-            app.action_ask(":", f"abort room {room_of(app)} ".replace("  ", " "))
 
 
 def room_of(app: KvdTui) -> str:

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from kvd.errors import Code, Refusal
 from kvd.text import age
-from kvd.wire.admin import Audit, Because
+from kvd.wire.admin import Because
 from tui import actions
 from tui.model.commands import FACES, PAGES, RULES, cli_command
 from tui.model.mirror import Subscription
@@ -32,7 +32,7 @@ from tui.model.snapshots import differences
 from tui.screens import ALL, page_of
 from tui.themes import HIGH_CONTRAST, THEMES, texts_of
 from tui.widgets import head as heads
-from tui.widgets.canvas import Ground
+from tui.widgets.canvas import Canvas, Ground
 from tui.widgets.card import ELSEWHERE, Card, CardContent, question
 from tui.widgets.commandbar import CommandBar
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tui.model.mirror import Mirror, Notice
     from tui.model.snapshots import DaemonSnapshot
     from tui.screens.page import Page
-    from tui.widgets.table import WindowedTable
+    from tui.widgets.canvas import Cursored
 
 
 class Keyboard(LinuxDriver):
@@ -74,6 +74,8 @@ class Keyboard(LinuxDriver):
             self.process_message(event)
 
 
+TABS_COLUMNS = 62
+"""With fewer only the page that is shown has its name; the others their numbers."""
 NARROW_COLUMNS = 100
 """A terminal with fewer has no room for a card beside the page."""
 COMPARED_S = (60.0, 600.0)
@@ -115,14 +117,9 @@ class Location(msgspec.Struct, frozen=True):
     ref: str = ""
     above: tuple[Location, ...] = ()
 
-    @property
-    def label(self) -> str:
-        """One crumb."""
-        return self.ref or self.page
-
     def crumbs(self) -> tuple[str, ...]:
         """The way from the page to what is open."""
-        return (*(view.label for view in self.above), self.label)
+        return tuple([view.ref or view.page for view in (*self.above, self)])
 
     def open(self, page: str, ref: str) -> Location:
         """Open something from here, on the page that shows it; what was here is one crumb up."""
@@ -140,9 +137,12 @@ def _tab_of(page: str) -> str:
     return f"tab-{FACES.get(page, page)}"
 
 
-def _tab_label(page: str, tab: str) -> str:
+def _tab_label(page: str, active: str, *, is_narrow: bool = False) -> str:
+    """By a sign too: a terminal without colours, and a text of the screen, have no style."""
     label = f"{PAGES.index(page) + 1} {page}"
-    return f">{label}<" if _tab_of(page) == tab else f" {label} "
+    if _tab_of(page) == active:
+        return f">{label}<"
+    return f" {label[:1] if is_narrow else label} "
 
 
 class PageTabs(Tabs, can_focus=False):
@@ -204,7 +204,7 @@ class KvdTui(App[None], inherit_bindings=False):
         self.place = Location(first)
         """Where the operator is."""
         self.animation_level = "none"
-        self._head = heads.Head()
+        self._head = Canvas(id="head")
         self._tabs = PageTabs(
             *(Tab(_tab_label(page, _tab_of(first)), id=_tab_of(page)) for page in PAGES),
             active=_tab_of(first),
@@ -261,10 +261,15 @@ class KvdTui(App[None], inherit_bindings=False):
         self.call_after_refresh(self.tick)
 
     def on_resize(self) -> None:
-        """Where the card goes depends on the width."""
-        self.place_card()
+        """All is of another size, once Textual knows it."""
         self.call_after_refresh(self._arrived)
         self.set_timer(RESIZED_S, self.screen.refresh)
+
+    def _label_tabs(self) -> None:
+        is_narrow = self.size.width < TABS_COLUMNS
+        for tab in self._tabs.query(Tab):
+            page = (tab.id or "").removeprefix("tab-")
+            tab.label = _tab_label(page, self._tabs.active, is_narrow=is_narrow)
 
     def place_card(self) -> None:
         """Beside the page, or over it where there is no room or it is wanted wide."""
@@ -546,13 +551,18 @@ class KvdTui(App[None], inherit_bindings=False):
         """Sort the page's table by a column, ``-column`` for the largest first."""
         actions.sort_by(self, column)
 
-    def action_change(self, verb: str) -> None:
-        """Change something: asks the daemon at once, or has the operator say how much or which."""
-        actions.start(self, verb)
+    async def action_change(self, verb: str) -> None:
+        """Change something as if it were typed; the operator goes on where more has to be said."""
+        abort = f"abort room {actions.room_of(self)} ".replace("  ", " ")
+        begun = {"evict": "evict ", "abort": abort}.get(verb, "")
+        if begun:
+            self.action_ask(":", begun)
+        else:
+            await actions.obey(self, verb)
 
-    def action_audit(self) -> None:
+    async def action_audit(self) -> None:
         """Check every invariant now."""
-        self.order(partial(actions.carry_out, self, Audit(0)))
+        await actions.obey(self, "audit")
 
     def action_related(self) -> None:
         """Have the operator choose among what has to do with it."""
@@ -622,12 +632,12 @@ class KvdTui(App[None], inherit_bindings=False):
                 self.ask_again()
             else:
                 self.card.close()
-            self.place_card()
             self.call_after_refresh(self._arrived)
 
     def _arrived(self) -> None:
-        """The page knows its size now, and so what it wants and what it shows."""
-        self._seen = ()
+        """The page knows its size now, and so where the card goes, what it wants and shows."""
+        self.place_card()
+        self._label_tabs()
         self.hurry()
         self.tick()
 
@@ -662,9 +672,7 @@ class KvdTui(App[None], inherit_bindings=False):
         if message.tab.id != self._tabs.active:
             return  # left meanwhile: to go there would bring back the one after it, and so on
         tab = self._tabs.active
-        # Said by a sign too: a terminal without colours, and a text of the screen, have no style.
-        for name in PAGES:
-            self._tabs.query_one(f"#{_tab_of(name)}", Tab).label = _tab_label(name, tab)
+        self._label_tabs()
         if tab != _tab_of(self.place.page):
             await self.go(Location(tab.removeprefix("tab-")))
 
@@ -679,18 +687,16 @@ class KvdTui(App[None], inherit_bindings=False):
         self.tick()
         await self._take_ahead()
 
-    async def on_page_open_requested(self, message: Page.OpenRequested) -> None:
-        """A page would have something opened."""
-        await self.open(message.ref)
-
-    async def on_windowed_table_opened(self, message: WindowedTable.Opened) -> None:
+    async def on_cursored_opened(self, message: Cursored.Opened) -> None:
         """A row was clicked twice."""
-        self.page.activate(message.table)
-        await self.open(self.page.chosen())
+        self.on_cursored_moved(message)
+        if ref := self.page.chosen():
+            await self.open(ref)
 
-    def on_windowed_table_moved(self, message: WindowedTable.Moved) -> None:
+    def on_cursored_moved(self, message: Cursored.Moved) -> None:
         """Keys are about the table in which something was clicked; more rows may be wanted."""
         # One of a page that was left meanwhile means nothing here.
-        if message.table in self.page.tables() and message.table is not self.page.table():
-            self.page.activate(message.table)
+        clicked = [table for table in self.page.tables() if table is message.canvas]
+        if clicked and clicked[0] is not self.page.table():
+            self.page.activate(clicked[0])
         self.hurry()

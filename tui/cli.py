@@ -35,7 +35,7 @@ DEFAULT_SIZE = "132x40"
     help="Where the daemon is heard: ipc:///PATH, or ssh://[user@]host[:port][/PATH]. "
     "Default: sockets.admin of the daemon's configuration.",
 )
-@click.option("--readonly", is_flag=True, help="Show nothing that could change anything.")
+@click.option("--readonly", is_flag=True, help="Refuse whatever would change anything.")
 @click.option(
     "--fps",
     type=click.FloatRange(MIN_FPS, MAX_FPS),

@@ -63,8 +63,7 @@ _BLENDS = {"dim": 0.45, "border": 0.6, "plain": 0.0, "unseen": 0.8, "free": 0.72
 
 _VARIABLES = {
     "head": "primary", "key": "accent", "ok": "success", "warn": "warning", "bad": "error",
-    "cached": "primary", "saved": "secondary", "held": "success", "arriving": "accent",
-    "sending": "warning", "quarantined": "error", "nobody": "error",
+    "arriving": "accent", "sending": "warning", "quarantined": "error", "nobody": "error",
     "graph-low": "success", "graph-mid": "warning", "graph-high": "error",
 }  # fmt: skip
 """Colours that the theme has by name."""

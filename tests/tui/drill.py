@@ -85,7 +85,7 @@ async def operator(
     app = KvdTui(Mirror(), lambda one, wanted: Link(where, one, wanted), Options(page=page))
     async with app.run_test(size=SIZE) as pilot:
         person = Operator(app, pilot, told)
-        await person.reads("first frame", r"\A [A-Z]+  \w+  serving ")
+        await person.reads("first frame", r"\A [A-Z]+  \S+  serving ")
         told.clear()
         yield person
 

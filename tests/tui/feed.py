@@ -7,18 +7,9 @@ import asyncio
 import msgspec
 
 from kvd.wire.admin import Because, Frame
-from kvd.wire.console import (
-    Column,
-    Holder,
-    Latency,
-    MapQuery,
-    PageMap,
-    Sources,
-    Table,
-    TableRow,
-    Vitals,
-)
-from kvd.wire.snapshot import Totals
+from kvd.wire.console import Column, Holder, MapQuery, PageMap, Table, TableRow, Vitals
+from tests.tui import frames
+from tests.tui.golden import text_of
 from tui.app import KvdTui, Options
 from tui.model.mirror import Mirror
 from tui.widgets.head import Foot
@@ -36,30 +27,8 @@ KINDS = {"clients": "client", "leases": "lease", "rooms": "receive", "peers": "p
 
 def vitals(at_s: float = 100.0, **fields) -> Vitals:
     """A daemon that serves, and has two findings."""
-    one = Vitals(
-        at_s=at_s,
-        node="decode-node",
-        incarnation="first",
-        version="0.1.0",
-        state="serving",
-        transport="nixl",
-        generation=4,
-        started_s=-3600.0,
-        lag_s=0.0004,
-        clients=3,
-        leases=5,
-        rooms=1,
-        waiting=0,
-        peers=6,
-        peers_up=6,
-        findings=2,
-        worst="medium",
-        last_event=0,
-        totals=Totals(*(0 for _ in Totals.__struct_fields__)),
-        sources=Sources(),
-        latency=Latency(),
-    )
-    return msgspec.structs.replace(one, **fields)
+    has = {"clients": 3, "leases": 5, "rooms": 1, "peers": 6, "peers_up": 6, "findings": 2}
+    return frames.vitals(at_s, **{"node": "decode-node", "worst": "medium", **has, **fields})
 
 
 def row(view: str, number: int) -> TableRow:
@@ -156,5 +125,10 @@ async def resize(app, pilot, width: int, height: int) -> None:
 
 def lines_of(app) -> list[str]:
     """What the terminal shows, line by line."""
-    strips = app.screen._compositor.render_strips()
-    return ["".join(segment.text for segment in strip).rstrip() for strip in strips]
+    return text_of(app).splitlines()
+
+
+def line_with(app, part) -> str:
+    """The one line of the screen that has this."""
+    [found] = [line for line in lines_of(app) if part in line]
+    return found

@@ -5,15 +5,15 @@
 It lives beside the tests, not in ``kvd bench``: it writes into a checkout, and its engines are
 theirs. Three daemons run; engines lease, hand over, decode and release. One prefill engine has
 stopped in the middle of a prompt, and one decode engine was killed while a child of it keeps its
-connection. ``kvd-tui --screenshot`` looks at the decode node.
+connection. The console looks at the decode node.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,16 +22,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.client.admin import AdminClient
-from kvd.wire.admin import Because, Why
 from tests.support.daemons import START_S, Daemon
+from tests.tui.drill import operator
 from tests.tui.engine import engines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PICTURES = Path(__file__).resolve().parents[2] / "tui" / "pictures"
-SIZE = "132x40"
 MAX_BYTES = 300_000
 SHAPE = {
     "pool.layers": "8",
@@ -41,19 +39,21 @@ SHAPE = {
     "admission.max_deadline_s": "600",
 }
 """256 KiB a page of 16 tokens, 512 MiB a node."""
+PAINTED_S = 0.5
+"""So long after the last key all is there that it asks for."""
 SECONDS = 45.0
 """So long the console has looked before its picture is taken: its charts have something to show."""
 STREAMS = 6
-PAGES_ASKED = 100
 STUCK_ROOM = 7_000_000
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """One of them; ``open``: what is open on the page."""
+    """One of them; ``open``: what is open on the page, ``keys``: what is pressed at last."""
 
     name: str
     page: str
     open: str = ""
+    keys: tuple[str, ...] = ()
 
 
 class Town(msgspec.Struct, frozen=True):
@@ -108,23 +108,20 @@ def load(town: Town) -> Iterator[None]:
         yield
 
 
-def held_page(daemon: Daemon) -> str:
-    """One that many hold at the moment."""
-    with AdminClient(daemon.admin) as client:
-        told = {page: client.request(Why(1, "page", page)) for page in range(1, PAGES_ASKED)}
-    links = {page: len(one.links) for page, one in told.items() if isinstance(one, Because)}
-    return f"page:{max(links, key=links.__getitem__)}"
+async def looked_at(daemon: Daemon, picture: Picture, seconds: float) -> str:
+    """What the console shows after so long."""
+    async with operator(daemon, {}, picture.page) as person:
+        if picture.open:
+            await person.app.open(picture.open)
+        await asyncio.sleep(seconds)
+        await person.presses(*picture.keys)
+        await asyncio.sleep(PAINTED_S)
+        return re.sub(r"terminal-\d+-", "t-", person.app.export_screenshot(title="kvd"))
 
 
 def take(daemon: Daemon, picture: Picture, seconds: float, to: Path) -> Path:
     """Have the console make it, and put it in its place."""
-    with tempfile.TemporaryDirectory() as directory:
-        made = Path(directory) / "one.svg"
-        words = ["-m", "tui", "--connect", daemon.admin, "--screen", picture.page]
-        words += ["--size", SIZE, "--after", f"{seconds:g}", "--screenshot", str(made)]
-        words += ["--open", picture.open] if picture.open else []
-        subprocess.run([sys.executable, *words], check=True)
-        svg = re.sub(r"terminal-\d+-", "t-", made.read_text("utf-8"))
+    svg = asyncio.run(looked_at(daemon, picture, seconds))
     assert len(svg) < MAX_BYTES, f"{picture.name} has {len(svg)} characters"
     to.mkdir(parents=True, exist_ok=True)
     path = to / f"{picture.name}.svg"
@@ -143,10 +140,12 @@ def main() -> None:
         load(town),
     ):
         time.sleep(1.0)
+        [dead] = [one.session for one in town.decode.snapshot().clients if one.name == "notebook"]
         wanted = (
             (Picture("overview", "overview"), given.seconds),
-            (Picture("pools", "pools", held_page(town.decode)), 3.0),
+            (Picture("pools", "pools", f"pages:client:{dead}"), 3.0),
             (Picture("handoffs", "handoffs"), 5.0),
+            (Picture("compared", "overview", keys=("c",)), given.seconds),
         )
         for picture, seconds in wanted:
             path = take(town.decode, picture, seconds, given.to)

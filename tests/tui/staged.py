@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tests.tui.golden import text_of
 from tests.tui.opened import brought, opened
+from tui.draw import spans
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kvd.wire.admin import AdminReply, AdminRequest
     from tests.tui.fake import FakeLink
     from tui.app import KvdTui
+    from tui.widgets.canvas import Canvas
 
 SMALL, MIDDLE, LARGE = (80, 24), (132, 40), (200, 60)
 
@@ -31,6 +33,10 @@ class Stage(NamedTuple):
     @property
     def text(self) -> str:
         return text_of(self.app)
+
+    def lines(self, panel: type[Canvas] | str) -> list[str]:
+        """What stands on a panel of the page."""
+        return [spans.text_of(line).rstrip() for line in self.app.page.query_one(panel).lines]
 
     async def press(self, *keys: str) -> None:
         """Press, and wait until what is wanted then has come."""

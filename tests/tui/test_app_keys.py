@@ -24,6 +24,7 @@ from kvd.wire.admin import (
 )
 from kvd.wire.console import Filter
 from tests.tui.feed import console, lines_of, resize, settle
+from tests.tui.golden import text_of
 from tests.tui.plain import plain  # noqa: F401 - a fixture for all tests here
 from tui.app import Location
 from tui.widgets.table import WindowedTable
@@ -53,10 +54,6 @@ async def enter(app, pilot, text):
     app.action_ask(text[0])
     app.bar.typed.value = text
     await press(app, pilot, "enter")
-
-
-def text_of(app):
-    return "\n".join(lines_of(app))
 
 
 async def test_arrows_and_letters_move_the_cursor():
@@ -200,7 +197,7 @@ async def test_going_somewhere_late_neither_takes_the_keys_from_the_bar_nor_from
         await settle(app, pilot)
         assert app.focused is app.bar.typed
         await press(app, pilot, "escape")
-        app.on_windowed_table_moved(WindowedTable.Moved(left))
+        app.on_cursored_moved(WindowedTable.Moved(left))
         assert app.page.NAME == "handoffs"
         assert app.page.table() is not None
 
@@ -368,6 +365,7 @@ async def test_help_and_the_way_out_are_named_however_narrow_it_is():
     async with shown(page="pools", size=(80, 24)) as (app, _, pilot):
         assert text_of(app).splitlines()[-1].rstrip().endswith("? help q quit")
         await resize(app, pilot, 40, 12)
+        assert lines_of(app)[1] == " 1 >2 pools< 3  4  5  6"
         assert text_of(app).splitlines()[-1].rstrip() == "⏎ open / filter : command ? help q quit"
         await resize(app, pilot, 132, 40)
         assert text_of(app).splitlines()[-1].endswith("space freeze c compare ? help q quit")

@@ -6,7 +6,7 @@ from kvd.wire.admin import AskOtherEnd
 from tests.tui.golden import text_of
 from tests.tui.opened import brought, opened
 from tests.tui.staged import MIDDLE, staged
-from tui.screens.handoffs import StoryPanel
+from tui.draw import spans
 
 
 async def test_the_cursor_gets_to_what_was_gone_to_when_its_row_has_come():
@@ -15,7 +15,7 @@ async def test_the_cursor_gets_to_what_was_gone_to_when_its_row_has_come():
         await brought(app, link, pilot)
         await app.open("receive:10")
         await brought(app, link, pilot)
-        story_shown = "".join(span.text for span in app.page.query_one(StoryPanel).lines[0])
+        story_shown = spans.text_of(app.page.panel.lines[0])
         assert app.page.chosen() == app.card.ref == "receive:10"
         assert story_shown.startswith("─ receive:10  room 10 ")
 

@@ -11,7 +11,7 @@ from kvd.text import age, compact, compact_bytes
 from kvd.wire.console import Holder
 from tests.cli.admin_peer import HARMLESS, HOSTILE
 from tui.draw.spans import columns
-from tui.model.cells import FIGURES, CellText, show
+from tui.model.cells import FIGURES, CellText, holder, show
 
 NOW_S = 1000.0
 KINDS = sorted(FIGURES | {"text", "state", "ref", "holders", "of-a-later-version"})
@@ -79,6 +79,13 @@ def test_holders_that_do_not_fit_are_counted(width, text):
     holders = tuple(Holder(name, NOW_S - 1, "lease:1") for name in ("one", "two", "three"))
 
     assert show(holders, "holders", NOW_S, width).text == text
+
+
+@pytest.mark.parametrize("state", ["moving", "pinned"])
+def test_a_holder_that_is_at_work_is_marked_by_nothing(state):
+    assert holder(Holder("kvd: 9 pages", NOW_S - 2, "lease:1", state), NOW_S) == (
+        f"kvd: 9 pages {state} 2.0s"
+    )
 
 
 def test_the_name_of_a_holder_is_as_hostile_as_any():

@@ -104,15 +104,3 @@ def test_a_line_is_completed_from_what_is_on_the_screen(text, lines):
 
 def test_an_empty_bar_offers_every_command():
     assert complete(":", CONTEXT) == [rule.word for rule in RULES]
-
-
-def test_only_what_changes_the_node_is_kept_from_a_console_that_only_reads():
-    assert [rule.word for rule in RULES if rule.needs == "write"] == [
-        "flush",
-        "evict",
-        "abort",
-        "drain",
-        "epoch",
-        "undrain",
-        "fence",
-    ]

@@ -12,11 +12,6 @@ HOSTILE = "[red]x\x1b[31m\u202e"
 ESCAPED = r"[red]x\x1b[31m\u202e"
 
 
-def lines_of(stage: Stage) -> list[str]:
-    lines = stage.app.page.log_lines.lines
-    return ["".join(span.text for span in line).rstrip() for line in lines]
-
-
 def keys_of(stage: Stage) -> list[str]:
     return [one.key for one in stage.app.page.log_lines.entries]
 
@@ -31,20 +26,20 @@ async def test_it_follows_the_newest_until_one_goes_up():
     async with staged("events") as stage:
         last = stage.link.side.node.out.seq
         assert stage.app.page.chosen() == f"event:{last}"
-        assert "following" in lines_of(stage)[0]
+        assert "following" in stage.lines("#log")[0]
         await stage.press("up", "up")
         assert stage.app.page.chosen() == f"event:{last - 2}"
-        assert "2 newer below" in lines_of(stage)[0]
+        assert "2 newer below" in stage.lines("#log")[0]
         happen(stage)
         await stage.frame()
         assert stage.app.page.chosen() == f"event:{last - 2}"
         newest = stage.link.side.node.out.seq
-        assert f"{newest - last + 2} newer below" in lines_of(stage)[0]
+        assert f"{newest - last + 2} newer below" in stage.lines("#log")[0]
         await stage.press("f")
         assert stage.app.page.chosen() == f"event:{newest}"
         await stage.press("up", "end")
         assert stage.app.page.chosen() == f"event:{stage.link.side.node.out.seq}"
-        assert "following" in lines_of(stage)[0]
+        assert "following" in stage.lines("#log")[0]
 
 
 async def test_home_and_page_keys_move_over_the_whole_log():
@@ -56,7 +51,7 @@ async def test_home_and_page_keys_move_over_the_whole_log():
         assert stage.app.page.chosen() == f"event:{stage.app.page.log_lines.page_rows}"
         await stage.press("pageup", "down")
         assert stage.app.page.chosen() == "event:2"
-        assert f"{total - 2} newer below" in lines_of(stage)[0]
+        assert f"{total - 2} newer below" in stage.lines("#log")[0]
 
 
 async def test_a_line_has_its_age_and_the_seconds_of_the_daemons_clock():
@@ -64,7 +59,7 @@ async def test_a_line_has_its_age_and_the_seconds_of_the_daemons_clock():
         event = stage.app.page.log_lines.entry.item
         age_s = stage.link.town.now_s - event.at_s
         clock = stage.app.time_of_day(event.at_s, is_fine=True)
-        assert lines_of(stage)[-1].startswith(f"▸    {age_s:.1f}s  {clock} · moved ")
+        assert stage.lines("#log")[-1].startswith(f"▸    {age_s:.1f}s  {clock} · moved ")
         await resize(stage.app, stage.pilot, 40, 12)
         await stage.frame()
         assert clock not in stage.text
@@ -114,8 +109,8 @@ async def test_kinds_are_left_out_by_the_daemon_and_words_here():
         )
         entries = stage.app.page.log_lines.entries
         assert entries
-        assert all("room" in line for line in lines_of(stage)[1:])
-        assert "/kind:lease room" in lines_of(stage)[0]
+        assert all("room" in line for line in stage.lines("#log")[1:])
+        assert "/kind:lease room" in stage.lines("#log")[0]
         await stage.press("escape")
         assert stage.app.page.events().kinds == ()
         assert len(keys_of(stage)) == stage.link.side.node.out.seq
@@ -132,7 +127,7 @@ async def test_a_filter_that_is_none_is_refused_while_it_is_typed():
 async def test_z_leaves_troubles_and_faults_and_brings_the_rest_back():
     async with staged("events", "leak") as stage:
         await stage.press("z")
-        letters = {line[24:25] for line in lines_of(stage)[1:]}
+        letters = {line[24:25] for line in stage.lines("#log")[1:]}
         assert letters == {"!", "X"}
         await stage.press("z")
         assert stage.app.page.filter_text == ""
@@ -143,8 +138,8 @@ async def test_i_leaves_what_is_about_the_same_and_escape_shows_all_again():
         total = len(keys_of(stage))
         await stage.press("i")
         assert stage.app.page.events().about == "room:11"
-        assert "about room:11" in lines_of(stage)[0]
-        assert all("room 11" in line for line in lines_of(stage)[1:] if "~" not in line)
+        assert "about room:11" in stage.lines("#log")[0]
+        assert all("room 11" in line for line in stage.lines("#log")[1:] if "~" not in line)
         await stage.press("escape", "escape")
         assert stage.app.page.events().about == ""
         assert len(keys_of(stage)) == total
@@ -155,7 +150,7 @@ async def test_of_a_room_the_other_end_tells_its_part_of_the_story_in_the_order_
         await stage.press("/", *"kind:moved", "enter", "i")
         await stage.frame()
         assert AskOtherEnd(0, 7) in stage.asked
-        [told] = [line for line in lines_of(stage) if " ~ prefill0 " in line]
+        [told] = [line for line in stage.lines("#log") if " ~ prefill0 " in line]
         assert "prefill: await-engine -> streaming" in told
         at = [entry.at_s for entry in stage.app.page.log_lines.entries]
         assert at == sorted(at)
@@ -165,7 +160,7 @@ async def test_an_end_that_does_not_answer_says_so_in_the_log():
     async with staged("events", "silent-peer") as stage:
         await stage.press("/", *"kind:moved prefill1", "enter", "i")
         await stage.frame()
-        assert any("~ prefill1" in line and "silent" in line for line in lines_of(stage))
+        assert any("~ prefill1" in line and "silent" in line for line in stage.lines("#log"))
 
 
 async def test_nobody_is_asked_about_a_room_while_it_is_frozen_or_hidden(monkeypatch):
@@ -195,14 +190,14 @@ async def test_while_hidden_the_log_is_not_asked_for_and_what_was_missed_is_a_li
         assert [gap.skipped > 0 for gap in gaps] == [True]
         assert "more than a frame takes" not in stage.text
         await stage.press("home", *["pagedown"] * 3)
-        assert any("? gap" in line for line in lines_of(stage))
+        assert any("? gap" in line for line in stage.lines("#log"))
 
 
 async def test_a_restart_is_a_line():
     async with staged("events") as stage:
         stage.link.restart()
         await stage.pass_time(0.5)
-        [line] = [line for line in lines_of(stage) if "! restart" in line]
+        [line] = [line for line in stage.lines("#log") if "! restart" in line]
         assert "decode-0 has restarted: incarnation 00000000 ended" in line
         await stage.press("home")
         assert stage.app.page.chosen() == ""
@@ -211,10 +206,10 @@ async def test_a_restart_is_a_line():
 async def test_frozen_events_stand_still():
     async with staged("events") as stage:
         await stage.press("space")
-        before = lines_of(stage)
+        before = stage.lines("#log")
         happen(stage, 3)
         await stage.pass_time(1.0)
-        assert lines_of(stage) == before
+        assert stage.lines("#log") == before
 
 
 async def test_a_click_chooses_a_line_and_a_second_one_opens_it():
@@ -222,7 +217,7 @@ async def test_a_click_chooses_a_line_and_a_second_one_opens_it():
         await stage.pilot.click("#log", offset=(10, 3))
         await stage.frame()
         chosen = stage.app.page.chosen()
-        assert lines_of(stage)[3].startswith("▸")
+        assert stage.lines("#log")[3].startswith("▸")
         assert stage.app.card.ref == ""
         await stage.pilot.click("#log", offset=(10, 3), times=2)
         await stage.frame()
@@ -235,7 +230,7 @@ async def test_hostile_reasons_are_written_out_in_the_log_and_in_the_record():
 
     async with staged("events", size=LARGE, prepare=give_up) as stage:
         await stage.press("/", *"kind=handoff-ended", "enter")
-        assert ESCAPED in lines_of(stage)[-1]
+        assert ESCAPED in stage.lines("#log")[-1]
         await stage.press("enter")
         assert any(ESCAPED in line.split("why")[-1] for line in stage.text.splitlines())
         assert "\x1b" not in stage.text

@@ -7,17 +7,11 @@ import re
 from kvd.core import inputs
 from kvd.core.audit.audit import EVERY_S
 from kvd.wire.admin import Audit, Drain, Rehearse
-from tests.tui.staged import LARGE, Stage, staged
-from tui.screens.overview import Ledger
+from tests.tui.staged import LARGE, staged
 from tui.widgets.problems import ProblemCards
 
 HOSTILE = "[red]x\x1b[31m\u202e"
 ESCAPED = r"[red]x\x1b[31m\u202e"
-
-
-def of(stage: Stage, panel: type) -> list[str]:
-    lines = stage.app.page.query_one(panel).lines
-    return ["".join(span.text for span in line).rstrip() for line in lines]
 
 
 def sweep(link) -> None:
@@ -31,7 +25,7 @@ def sweep(link) -> None:
 
 async def test_a_finding_has_its_letter_its_sentence_and_what_to_do():
     async with staged("overview", "leak") as stage:
-        cards = of(stage, ProblemCards)
+        cards = stage.lines(ProblemCards)
         assert cards[1].startswith("▸ ! HIGH   violation: I1: 3 pages, the first is 618, are now")
         assert cards[2].strip() == "press x: audit   Enter: pool:kv"
         assert cards[3].startswith("  ▲ MEDIUM stuck-handoff: room ")
@@ -40,23 +34,23 @@ async def test_a_finding_has_its_letter_its_sentence_and_what_to_do():
 
 async def test_books_that_do_not_balance_say_by_how_much():
     async with staged("overview", "leak") as stage:
-        assert of(stage, Ledger)[1].startswith("! kv: 3 NOWHERE  1 021 of 1 024 = 1 null + ")
+        assert stage.lines("#ledger")[1].startswith("! kv: 3 NOWHERE  1 021 of 1 024 = 1 null + ")
     async with staged("overview") as stage:
-        line = of(stage, Ledger)[1]
+        line = stage.lines("#ledger")[1]
         assert line.startswith("  kv: balanced  1 024 of 1 024 = 1 null + 620 free + 145 held + ")
 
 
 async def test_every_component_has_its_books():
     async with staged("overview", "mixture") as stage:
-        names = [line.split()[0] for line in of(stage, Ledger)[1:] if "null" in line]
+        names = [line.split()[0] for line in stage.lines("#ledger")[1:] if "null" in line]
         assert names == ["kv:", "swa:", "state:"]
 
 
 async def test_the_audit_says_when_it_looked_and_what_that_cost():
     async with staged("overview") as stage:
-        assert of(stage, Ledger)[-1] == "  audit: nothing found  no sweep has ended yet"
+        assert stage.lines("#ledger")[-1] == "  audit: nothing found  no sweep has ended yet"
     async with staged("overview", prepare=sweep) as stage:
-        line = " ".join(of(stage, Ledger)[-2:])
+        line = " ".join(stage.lines("#ledger")[-2:])
         assert "audit: nothing found  last sweep " in line
         assert "1024 pages; cost 0.00% of a core" in line
         assert "in 1 sweeps" in line
@@ -102,12 +96,6 @@ async def test_what_is_to_be_done_on_the_node_is_copied():
         assert not stage.app.bar.display
 
 
-async def test_enter_leads_to_what_the_finding_is_about():
-    async with staged("overview", "leak") as stage:
-        await stage.press("enter")
-        assert (stage.app.page.NAME, stage.app.card.ref) == ("pools", "pool:kv")
-
-
 async def test_the_queue_is_of_those_who_lack_pages_and_x_opens_who_is_in_the_way():
     async with staged("overview", "overloaded", LARGE) as stage:
         await stage.press("tab")
@@ -123,14 +111,6 @@ async def test_z_leaves_out_what_is_not_grave():
         assert stage.app.page.problems.data.total > 0
         await stage.press("z")
         assert "problems /!severity:low" in stage.text
-
-
-async def test_frozen_it_stands_still():
-    async with staged("overview", "leak") as stage:
-        await stage.press("space")
-        before = stage.text.splitlines()[2:-1]
-        await stage.pass_time(2.0)
-        assert stage.text.splitlines()[2:-1] == before
 
 
 async def test_hostile_names_are_written_out():

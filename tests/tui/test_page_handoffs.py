@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from kvd.core.inspect.snapshot import room_states
-from kvd.wire.admin import AbortRoom, AskOtherEnd, Fence, Rehearse, Why
+from kvd.wire.admin import AbortRoom, AskOtherEnd, Rehearse, Why
 from tests.tui.staged import SMALL, Stage, staged
 from tests.tui.town import land
-from tui.screens.handoffs import StoryPanel
 
 HOSTILE = "[red]x\x1b[31m"
 ESCAPED = r"[red]x\x1b[31m"
-
-
-def life_of(stage: Stage) -> list[str]:
-    lines = stage.app.page.query_one(StoryPanel).lines
-    return ["".join(span.text for span in line).rstrip() for line in lines]
 
 
 def rooms_of(stage: Stage) -> list[int]:
@@ -42,15 +36,15 @@ async def test_the_rate_is_of_the_bytes_that_came_and_says_when_it_ends():
 
 async def test_the_life_of_the_one_under_the_cursor_is_shown_and_follows_it():
     async with staged("handoffs") as stage:
-        assert life_of(stage)[0].startswith("─ receive:8  room 8  ← prefill0  R receiving ─")
+        assert stage.lines("#life")[0].startswith("─ receive:8  room 8  ← prefill0  R receiving ─")
         await stage.press("down")
-        assert life_of(stage)[0].startswith("─ receive:9  room 9  ← prefill1  R receiving ─")
+        assert stage.lines("#life")[0].startswith("─ receive:9  room 9  ← prefill1  R receiving ─")
         assert AskOtherEnd(0, 9) in stage.asked
 
 
 async def test_the_other_end_is_drawn_beside_ours():
     async with staged("handoffs", "stuck") as stage:
-        lines = life_of(stage)
+        lines = stage.lines("#life")
     assert lines[1].startswith("nothing for ")
     assert lines[2].startswith("deadline in ")
     assert lines[3].startswith("decode-0 decode")
@@ -63,7 +57,9 @@ async def test_the_other_end_is_drawn_beside_ours():
 async def test_an_end_that_does_not_answer_has_its_reason_shown():
     async with staged("handoffs", "silent-peer") as stage:
         await stage.press("down")
-        assert any(line.startswith("prefill1: it has been silent for ") for line in life_of(stage))
+        assert any(
+            line.startswith("prefill1: it has been silent for ") for line in stage.lines("#life")
+        )
 
 
 async def test_one_that_failed_stays_with_its_reason_written_out_and_its_story():
@@ -73,10 +69,10 @@ async def test_one_that_failed_stays_with_its_reason_written_out_and_its_story()
     async with staged("handoffs", prepare=give_up) as stage:
         await stage.press("end", "up")
         assert sum("! failed" in line for line in stage.text.splitlines()[:16]) == 2
-        assert any(line.startswith("failed: ") and ESCAPED in line for line in life_of(stage))
+        assert any(line.startswith("failed: ") and ESCAPED in line for line in stage.lines("#life"))
         await stage.pass_time(70.0)
         assert stage.app.page.chosen() == "receive:11"
-        story = "\n".join(life_of(stage))
+        story = "\n".join(stage.lines("#life"))
         assert "-> closed" in story
         assert "asked for" in story
 
@@ -104,7 +100,7 @@ async def test_the_stuck_one_is_on_top_whatever_was_delivered_and_the_cursor_sta
         deliver_many(stage.link)
         await stage.pass_time(2.0)
         assert stage.app.page.chosen() == chosen
-        assert life_of(stage)[0].startswith(f"─ {chosen} ")
+        assert stage.lines("#life")[0].startswith(f"─ {chosen} ")
         await stage.press("d", "end")
         assert stage.app.page.table().named_row().text("state") == "delivered"
 
@@ -118,7 +114,7 @@ async def test_a_room_that_is_not_in_sight_is_shown_with_its_own_story():
         row = stage.app.page.table().named_row()
         assert row.number("room") == room
         assert f"only room:{room}, Esc: all" in stage.text
-        assert f"room {room} " in life_of(stage)[0]
+        assert f"room {room} " in stage.lines("#life")[0]
         assert not stage.app.card.display  # it would lie over the story, and say less
         await stage.press("escape")
         assert stage.app.page.table().data.total > 40
@@ -139,13 +135,13 @@ async def test_nobody_is_asked_about_a_life_that_is_not_to_be_seen():
 async def test_a_frozen_page_asks_nobody_and_shows_what_was():
     async with staged("handoffs", "stuck") as stage:
         await stage.press("space")
-        before = life_of(stage)
+        before = stage.lines("#life")
         stage.asked.clear()
         await stage.pass_time(3.0)
         stage.app.page.ask_here()
         stage.app.page.ask_there()
         await stage.frame()
-        assert life_of(stage) == before
+        assert stage.lines("#life") == before
         assert not [one for one in stage.asked if isinstance(one, Why | AskOtherEnd)]
 
 
@@ -159,14 +155,6 @@ async def test_capital_a_shows_what_would_happen_and_aborts_the_room_when_agreed
         await stage.press("y")
         aborted = [one for one in stage.asked if isinstance(one, AbortRoom)]
         assert [one.room for one in aborted] == [9]
-
-
-async def test_capital_x_shows_what_a_fence_would_do_and_escape_does_not():
-    async with staged("handoffs") as stage:
-        await stage.press("ctrl+x")
-        assert Rehearse(0, Fence(0)) in stage.asked
-        await stage.press("escape")
-        assert not any(isinstance(one, Fence) for one in stage.asked)
 
 
 async def test_z_leaves_those_without_a_byte_for_long():

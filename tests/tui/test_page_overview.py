@@ -12,22 +12,14 @@ from kvd.wire.admin import AbortRoom, Audit, Because
 from kvd.wire.console import Sources, TableRow
 from tests.tui.feed import vitals
 from tests.tui.golden import same_picture, same_text
-from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
+from tests.tui.staged import LARGE, MIDDLE, SMALL, staged
 from tests.tui.town import land
-from tui.model.rates import NodeRates
+from tui.draw.spans import text_of
+from tui.model.rates import NodeRates, RowRates
 from tui.model.snapshots import DaemonSnapshot
 from tui.model.tables import TableData
-from tui.screens.overview import TIERS, Charts, Figures, SourceBar
+from tui.screens.overview import MINUTE_S, TIERS, source_lines
 from tui.widgets.pools import PoolTable
-
-
-def of(stage: Stage, panel: type) -> list[str]:
-    lines = stage.app.page.query_one(panel).lines
-    return ["".join(span.text for span in line).rstrip() for line in lines]
-
-
-def height(stage: Stage, panel: type) -> int:
-    return stage.app.page.query_one(panel).size.height
 
 
 async def test_bytes_have_a_chart_with_its_largest_figure():
@@ -35,16 +27,16 @@ async def test_bytes_have_a_chart_with_its_largest_figure():
         for _ in range(5):
             land(stage.link.town, "prefill0", 1)
             await stage.pass_time(1.0)
-        head = of(stage, Charts)[0]
+        head = stage.lines("#charts")[0]
         assert "bytes in 0B/s" not in head
         assert "Mi/s" in head.split("max")[1]
-        assert "bytes out" not in " ".join(of(stage, Charts))  # nothing went out
-        assert any("⣿" in line for line in of(stage, Charts)[1:])
+        assert "bytes out" not in " ".join(stage.lines("#charts"))  # nothing went out
+        assert any("⣿" in line for line in stage.lines("#charts")[1:])
 
 
 async def test_a_small_terminal_has_figures_and_no_charts():
     async with staged("overview", size=SMALL) as stage:
-        text = " ".join(of(stage, Figures))
+        text = " ".join(stage.lines("#figures"))
         for one in ("in 0B/s", "out 0B/s", "handoffs 0.0/s", "in flight 4", "waiting 0",
                     "failed 1 in 1m", "leases 15", "evicted 0.0/s",
                     "consoles 0.0% of a core"):  # fmt: skip
@@ -55,9 +47,9 @@ async def test_a_small_terminal_has_figures_and_no_charts():
 @pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE])
 async def test_every_panel_has_the_lines_that_it_needs(size):
     async with staged("overview", "leak", size) as stage:
-        for panel in (Figures, PoolTable, SourceBar):
+        for panel in ("#figures", PoolTable, "#sources"):
             widget = stage.app.page.query_one(panel)
-            assert not widget.display or height(stage, panel) >= len(of(stage, panel))
+            assert not widget.display or widget.size.height >= len(stage.lines(panel))
         assert stage.app.page.problems.page_rows >= 2
 
 
@@ -98,7 +90,7 @@ async def test_a_problem_that_fits_is_never_cut_and_says_what_to_do_with_which_k
             assert all(word in text for word in evidence.split())
         assert "press x: open lease:" in text
         assert "press x to copy: kill 4121" in text
-        assert "…" not in "".join(of(stage, type(stage.app.page.problems)))
+        assert "…" not in "".join(stage.lines(type(stage.app.page.problems)))
 
 
 async def test_on_the_smallest_terminal_a_problem_says_what_since_when_and_what_to_press():
@@ -123,21 +115,21 @@ async def test_compare_says_what_is_another_than_a_minute_ago_then_than_now_then
         await stage.pass_time(1.0)
         await stage.press("2", "c")
         assert stage.app.page.NAME == "overview"
-        assert "since " in of(stage, Figures)[0]
+        assert "since " in stage.lines("#figures")[0]
         stage.link.town.keep(stage.link.side, stage.link.town.prompt(30), 1)
         await stage.pass_time(1.0)
-        assert "kv cached 288 (+30)" in " ".join(of(stage, Figures))
+        assert "kv cached 288 (+30)" in " ".join(stage.lines("#figures"))
         await stage.press("c")
-        assert "kv cached 288 (+30)" in " ".join(of(stage, Figures))  # than ten minutes ago
+        assert "kv cached 288 (+30)" in " ".join(stage.lines("#figures"))  # than ten minutes ago
         await stage.press("c")
-        assert "nothing has changed" in " ".join(of(stage, Figures))
+        assert "nothing has changed" in " ".join(stage.lines("#figures"))
         await stage.press("c")
-        assert "since " not in of(stage, Figures)[0]
+        assert "since " not in stage.lines("#figures")[0]
 
 
 async def test_a_pool_has_its_letters_its_share_and_its_evictions():
     async with staged("overview") as stage:
-        [line] = [line for line in of(stage, PoolTable) if line.startswith("  kv ")]
+        [line] = [line for line in stage.lines(PoolTable) if line.startswith("  kv ")]
         bar, given, share, state, evicted, *_ = line.split()[1:]
         assert (bar[0], "L" in bar, "c" in bar, "." in bar) == ("H", True, True, True)
         assert (given, share, state, evicted) == ("711", "70%", "ok", "0.0")
@@ -149,7 +141,7 @@ async def test_evictions_have_their_rate():
         for _ in range(30):
             stage.link.town.keep(stage.link.side, stage.link.town.prompt(30), 1)
         await stage.pass_time(1.0)
-        [line] = [line for line in of(stage, PoolTable) if line.startswith("  kv ")]
+        [line] = [line for line in stage.lines(PoolTable) if line.startswith("  kv ")]
         assert float(line.split()[5]) > 0
 
 
@@ -157,36 +149,35 @@ def picture(at_s, sources, tables=None):
     return DaemonSnapshot(0.0, vitals(at_s, sources=sources), tables or {}, {}, {})
 
 
+def sources(shown, rates, end_s=None, width=90, room=6):
+    """What is said of where tokens came from."""
+    read = RowRates("read_tokens", MINUTE_S)
+    return [text_of(line).rstrip() for line in source_lines(shown, rates, end_s, read, width, room)]
+
+
 def test_sources_are_of_the_last_minute_else_of_all_that_was():
-    rates, panel = NodeRates(), SourceBar()
-    before = Sources(1000, 0, 0, 0, 0, 0, 0)
+    rates, before = NodeRates(), Sources(1000, 0, 0, 0, 0, 0, 0)
     rates.take(vitals(100.0, sources=before))
     rates.take(vitals(110.0, sources=before))
-    panel.make(picture(110.0, before), rates, None, 90, 6)
-    text = ["".join(span.text for span in line) for line in panel._made]
-    assert text[0].startswith("─ where tokens came from since it began, none in the last 10s ─")
+    [head, *_] = sources(picture(110.0, before), rates)
+    assert head.startswith("─ where tokens came from since it began, none in the last 10s ─")
     after = msgspec.structs.replace(before, cached=1300, received=100, new=70, evicted=30)
     rates.take(vitals(120.0, sources=after))
-    count = panel.make(picture(120.0, after), rates, None, 90, 6)
-    text = ["".join(span.text for span in line).rstrip() for line in panel._made]
-    assert len(text) == count
+    text = sources(picture(120.0, after), rates)
     assert text[0].startswith("─ where tokens came from last 20s ─")
     assert text[2] == "  c cached 300 60%  p from a peer 100 20%  s saved 0 0%  x computed 100 20%"
     assert text[4].startswith("  n never seen 70 70%  e evicted 30 30%  l lost on its way 0 0%")
-    assert panel.make(picture(120.0, after), rates, None, 90, 4) == 3
-    assert "computed because" not in "".join(span.text for line in panel._made for span in line)
-    panel.make(picture(110.0, before), rates, 110.0, 90, 6)
-    assert "since it began" in "".join(span.text for span in panel._made[0])
+    assert sources(picture(120.0, after), rates, room=4) == text[:3]
+    assert "since it began" in sources(picture(110.0, before), rates, 110.0)[0]
 
 
 def test_each_tier_says_what_came_from_it_and_who_waits():
-    columns, panel = VIEWS["tiers"].columns, SourceBar()
+    columns = VIEWS["tiers"].columns
     told = {"tier": "disk", "state": "serving", "read_tokens": 4000, "hits": 2, "waits": 3}
     told |= {"waiting": 1, "waiting_since": 108.0, "objects": 7, "capacity_objects": 20}
     row = TableRow("tier:disk", tuple(told.get(column.name) for column in columns))
     data = TableData(TIERS, columns, (row.key,), {row.key: row}, 1, 1, 110.0, 1)
-    panel.make(picture(110.0, Sources(1), {TIERS: data}), NodeRates(), None, 120, 9)
-    assert "".join(span.text for span in panel._made[-1]).rstrip() == (
+    assert sources(picture(110.0, Sources(1), {TIERS: data}), NodeRates(), None, 120, 9)[-1] == (
         "  tier disk serving, 1 wait, for 2.0s  4000 tokens read, 0 in 1m  "
         "2 of 3 waits got pages  7 of 20 pages there"
     )

@@ -5,12 +5,11 @@ from __future__ import annotations
 from kvd.wire.admin import Fence, Rehearse
 from tests.tui.staged import SMALL, Stage, staged
 from tests.tui.town import land
-from tui.screens.peers import UNKNOWN, PeerPanel
+from tui.screens.peers import UNKNOWN
 
 
 def panel_of(stage: Stage) -> str:
-    lines = stage.app.page.query_one(PeerPanel).lines
-    return "\n".join("".join(span.text for span in line).rstrip() for line in lines)
+    return "\n".join(stage.lines("#peer"))
 
 
 async def test_each_peer_has_both_ways_and_what_became_of_its_handoffs():

@@ -6,7 +6,7 @@ import pytest
 
 from kvd.wire.admin import Because, Why
 from kvd.wire.console import MapQuery
-from tests.tui.feed import lines_of, settle
+from tests.tui.feed import line_with, lines_of, settle
 from tests.tui.memory import HOSTILE, SHOWN, memory
 from tui.draw.page_map import Grid
 from tui.widgets.page_map import LENSES
@@ -39,12 +39,6 @@ async def again(app, feed, action, times):
         await app.run_action(action, app.page)
         feed.bring()
         app.tick()
-
-
-def line_with(app, part):
-    """The one line of the screen that has this."""
-    [found] = [line for line in lines_of(app) if part in line]
-    return found
 
 
 def map_of(app):
@@ -96,16 +90,6 @@ async def test_only_as_many_cells_are_asked_for_as_the_map_shows(size):
         map_of(app).next_lens()
         assert map_of(app).asks()[1] == MapQuery("", "owner", cells=0)
         assert max(one.cells for one in feed.maps) <= size[0] * size[1] * 2
-
-
-async def test_without_colour_a_cell_is_the_letter_of_its_level(monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    app, feed = memory("pools")
-    async with app.run_test(size=NARROW) as pilot:
-        await bring(app, feed, pilot)
-        assert map_of(app).grid.shape == "letters"
-        at = next(at for at, text in enumerate(lines_of(app)) if text.startswith(CAPTION))
-        assert lines_of(app)[at + 1].startswith("◆cA.cA.cA")
 
 
 async def test_a_small_component_has_no_more_lines_than_it_fills():
@@ -302,27 +286,6 @@ async def test_hostile_names_reach_the_screen_as_text_only():
         assert text.count(SHOWN) == 4
         assert "\x1b" not in text
         assert "\u202e" not in text
-
-
-async def test_a_lost_daemon_leaves_the_last_map_standing():
-    app, feed = memory("pools")
-    async with app.run_test(size=NARROW) as pilot:
-        await bring(app, feed, pilot)
-        before = lines_of(app)[2:-1]
-        feed.mirror.failed("no answer within 2 s", 0.0)
-        await settle(app, pilot)
-        assert lines_of(app)[2:-1] == before
-        assert "no answer within 2 s" in lines_of(app)[0]
-
-
-async def test_a_frozen_map_stands_still_while_others_come():
-    app, feed = memory("pools")
-    async with app.run_test(size=NARROW) as pilot:
-        await bring(app, feed, pilot, "space")
-        before = lines_of(app)[2:-1]
-        feed.evicted = 100
-        await bring(app, feed, pilot)
-        assert lines_of(app)[2:-1] == before
 
 
 async def test_p_comes_here_from_a_node_with_its_pages_lit():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.wire.admin import Because, Mark, Why
-from tests.tui.feed import lines_of, settle
+from tests.tui.feed import line_with, lines_of, settle
 from tests.tui.memory import SHOWN, memory
 
 NARROW, WIDE, HUGE = (80, 24), (132, 40), (200, 60)
@@ -19,12 +19,6 @@ async def bring(app, feed, pilot, *names):
         feed.bring()
         app.tick()
     await settle(app, pilot)
-
-
-def line_with(app, part):
-    """The one line of the screen that has this."""
-    [found] = [line for line in lines_of(app) if part in line]
-    return found
 
 
 async def test_nodes_are_opened_and_closed_where_they_stand():
@@ -120,13 +114,6 @@ async def test_locks_are_names_with_ages():
         assert f"{SHOWN} 5.1s, !gone gone 40s" in line_with(app, f"▶ {SHOWN}")
 
 
-async def test_the_narrow_page_has_the_holders_too():
-    app, feed = memory("radix")
-    async with app.run_test(size=NARROW) as pilot:
-        await bring(app, feed, pilot)
-        assert "holders" in lines_of(app)[3]
-
-
 async def test_what_changes_something_is_not_there_in_a_readonly_console():
     app, feed = memory("radix", readonly=True)
     async with app.run_test(size=WIDE) as pilot:
@@ -145,13 +132,3 @@ async def test_hostile_names_reach_the_screen_as_text_only():
         assert text.count(SHOWN) >= 3
         assert "\x1b" not in text
         assert "\u202e" not in text
-
-
-async def test_a_frozen_tree_stands_still():
-    app, feed = memory("radix")
-    async with app.run_test(size=NARROW) as pilot:
-        await bring(app, feed, pilot, "x", "space")
-        before = lines_of(app)[2:-1]
-        feed.locked = ()
-        await bring(app, feed, pilot)
-        assert lines_of(app)[2:-1] == before

@@ -58,7 +58,7 @@ def chart(series: Series, width: int, height: int) -> list[Line]:
     known = [value for value in shown if value is not None]
     if not known:
         head = spread((cleaned(series.title, "head"),), line("no figures yet", "dim"), width)
-        return [head, *_blank(width, height - 1)]
+        return [head, *[line("⠀" * width, "dim")] * (height - 1)]
     newest = shown[-1]
     peak = max(known)
     now = "-" if newest is None else series.show(newest)
@@ -85,7 +85,7 @@ def area(values: Sequence[Value], width: int, height: int, top: float) -> list[L
         inside = dots.translate(_CLIPS[row])
         pairs = zip(inside[::2], inside[1::2], strict=True)
         text = "".join([_BRAILLE[a][b] for a, b in pairs])
-        lines.append((Styled(text, _load(row, height)),))
+        lines.append((Styled(text, _load_of((row + 0.5) / height)),))
     holes = [value is None for value in shown]
     if any(holes):
         lines[-1] = _with_holes(lines[-1][0], [False] * (2 * width - len(shown)) + holes)
@@ -135,10 +135,6 @@ def bar(part: float, whole: float, width: int, style: Style | None = None) -> Li
     return fit(spans, width)
 
 
-def _blank(width: int, height: int) -> list[Line]:
-    return [line("⠀" * width, "dim")] * max(height, 0)
-
-
 def _last(values: Sequence[Value], count: int) -> list[Value]:
     return list(values[-count:]) if count > 0 else []
 
@@ -149,11 +145,6 @@ def _step(value: Value, top: float) -> str:
     if value <= 0 or top <= 0:
         return STEPS[0]
     return STEPS[min(max(round(7 * value / top), 1), 7)]
-
-
-def _load(row: int, height: int) -> Style:
-    """The style of a line of a chart, by how high it is."""
-    return _load_of((row + 0.5) / height)
 
 
 def _load_of(share: float) -> Style:

@@ -220,17 +220,13 @@ def styles(shown: PageMap) -> tuple[Style, ...]:
             made[at] = KNOWN[level.name]
     others = [at for at in range(last + 1) if at not in made]
     if shown.lens in GRADED:
-        made.update(zip(others, _spaced(RAMPS, len(others)), strict=True))
+        steps, last_of_all = max(len(others) - 1, 1), len(RAMPS) - 1
+        made.update((at, RAMPS[rank * last_of_all // steps]) for rank, at in enumerate(others))
     else:  # by its letter, which somebody keeps whoever else comes and goes
         made.update(
             (at, HUES[(ord(letter_of(shown.levels[at])) - ord("A")) % len(HUES)]) for at in others
         )
     return tuple(made[at] for at in range(last + 1))
-
-
-def _spaced(scale: Sequence[Style], count: int) -> list[Style]:
-    """``count`` styles of a ramp from end to end."""
-    return [scale[at * (len(scale) - 1) // max(count - 1, 1)] for at in range(count)]
 
 
 def _marks(lit: Sequence[int], cursor: int | None, grid: Grid) -> dict[int, bytearray]:

@@ -127,6 +127,11 @@ def fit(line: Iterable[Styled], width: int, style: Style = "plain") -> Line:
     return merged(made)
 
 
+def pointed_at(line: Line) -> Line:
+    """The line with the cursor on it."""
+    return tuple([span._replace(under="cursor") for span in line])
+
+
 def merged(spans: Iterable[Styled]) -> Line:
     """The same line with equal neighbours made one, and without empty spans."""
     made: list[Styled] = []

@@ -13,9 +13,10 @@ from kvd.text import age, clean, compact, compact_bytes
 from tui.draw.spans import columns, cut
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from kvd.wire.console import Cell, Holder
     from tui.draw.spans import Style
-    from tui.model.columns import NamedRow
 
 NOTHING: Final = "-"
 """Where the question makes no sense for the row."""
@@ -43,7 +44,7 @@ _STATES: Final[dict[str, Style]] = {
     **dict.fromkeys(
         (
             *("gone", "lost", "failed", "refused", "quarantined", "high", "broken", "aborted"),
-            *("down", "stale", "ended", "corrupt", "orphan"),
+            *("down", "stale", "ended", "corrupt", "orphan", "quar."),
         ),
         "bad",
     ),
@@ -92,19 +93,11 @@ def _plain(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
 
 
-def _share(value: float) -> str:
-    return f"{100 * value:.0f}%"
-
-
-def _milliseconds(value: float) -> str:
-    return f"{value:.2f}ms" if abs(value) < 10 else f"{value:.0f}ms"
-
-
-_FORMATS: Final = {
+_FORMATS: Final[Mapping[str, Callable[[float], str]]] = {
     "tokens": compact,
     "bytes": compact_bytes,
-    "share": _share,
-    "ms": _milliseconds,
+    "share": lambda value: f"{100 * value:.0f}%",
+    "ms": lambda value: f"{value:.2f}ms" if abs(value) < 10 else f"{value:.0f}ms",
     "seconds": age,
 }
 
@@ -140,22 +133,18 @@ def _holders(holders: tuple[Holder, ...], now_s: float, width: int) -> CellText:
     return CellText(cut(short + rest_text, width), style)
 
 
+AT_WORK: Final = frozenset({"", "moving", "pinned"})
+"""States of a holder in which all is well."""
+
+
 def holder(who: Holder, now_s: float) -> str:
     """One holder: ``engine-1 2.1s``, or ``!engine-2 gone 31s`` where something is wrong with it."""
-    mark, state = ("!", f" {clean(who.state)}") if who.state else ("", "")
+    mark = "" if who.state in AT_WORK else "!"
+    state = f" {clean(who.state)}" if who.state else ""
     return f"{mark}{clean(who.who)}{state} {age(now_s - who.since_s)}"
 
 
-SEVERITY_LETTERS: dict[str, tuple[str, Style]] = {
-    "high": ("!", "bad"),
-    "medium": ("▲", "warn"),
-    "low": ("·", "dim"),
-}
-"""How grave, for eyes without colours."""
-
-
-def severity(row: NamedRow) -> tuple[str, Style]:
-    """How grave it is: a letter, a colour and the word."""
-    word = row.text("severity")
-    letter, style = SEVERITY_LETTERS.get(word, ("?", "warn"))
+def lettered(word: str, known: Mapping[str, tuple[str, Style]]) -> tuple[str, Style]:
+    """A word of a few with its letter, for eyes without colours, and its style."""
+    letter, style = known.get(word, ("?", "warn"))
     return f"{letter} {clean(word)}", style

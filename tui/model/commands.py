@@ -43,14 +43,13 @@ class CommandRule(msgspec.Struct, frozen=True):
     """One word of the grammar, which ``usage`` begins with.
 
     ``make`` gets the text after the word; a flaw counts from there. ``choices`` are what may
-    follow. ``needs``: ``write`` where it changes something on the node.
+    follow.
     """
 
     usage: str
     help: str
     make: Callable[[str], Command | SyntaxFlaw]
     choices: Callable[[CommandChoices], Iterable[str]] | None = None
-    needs: str = ""
 
     @property
     def word(self) -> str:
@@ -258,25 +257,22 @@ RULES: tuple[CommandRule, ...] = (
         "drop every unlocked cached page; strict: nothing if any is locked",
         _flush,
         choices=lambda _: ("strict",),
-        needs="write",
     ),
-    CommandRule("evict N", "evict at least N pages", _evict, needs="write"),
+    CommandRule("evict N", "evict at least N pages", _evict),
     CommandRule(
         "abort room N [REASON]",
         "give up every part of a room here",
         _abort,
         choices=lambda now: ["room", *(f"room {number}" for number in _refs("room")(now))],
-        needs="write",
     ),
-    CommandRule("drain [REASON]", "begin nothing new, end what runs", _drain, needs="write"),
+    CommandRule("drain [REASON]", "begin nothing new, end what runs", _drain),
     CommandRule(
         "epoch [NAMESPACE]",
         "new weights: what is cached in it is never found again",
         lambda rest: admin.RaiseEpoch(0, rest),
-        needs="write",
     ),
-    CommandRule("undrain", "serve again", _nothing(admin.Undrain(0)), needs="write"),
-    CommandRule("fence", "restart the transfer process", _nothing(admin.Fence(0)), needs="write"),
+    CommandRule("undrain", "serve again", _nothing(admin.Undrain(0))),
+    CommandRule("fence", "restart the transfer process", _nothing(admin.Fence(0))),
     CommandRule("audit", "check every invariant now", _nothing(admin.Audit(0))),
     CommandRule("record save", "save the flight recorder", _record, choices=lambda _: ("save",)),
     CommandRule("q", "quit", _nothing("quit")),

@@ -6,9 +6,10 @@ names others chose is in them: all that leaves this module went through ``kvd.te
 
 from __future__ import annotations
 
-import string
+import re
 from typing import TYPE_CHECKING, Literal, get_args
 
+from kvd.filters import row_passes
 from kvd.text import clean, compact_bytes, duration
 from kvd.wire.console import Column, TableRow
 from kvd.wire.events import REFERENCES, Event, HandoffEnded, Moved, PagesCorrupt
@@ -51,180 +52,128 @@ DELIVERED = frozenset({"delivered", "committed"})
 KINDS: tuple[str, ...] = tuple(sorted(str(kind.__struct_config__.tag) for kind in get_args(Event)))
 """Every kind there is."""
 
-_WORDS: dict[str, tuple[str, ...]] = {
-    "client-attached": ("client {session} {name}, pid {pid}",),
+_WORDS: dict[str, str] = {
+    "client-attached": "client {session} {name}, pid {pid}",
     "client-gone": (
-        "client {session} {name} hung up; given back",
-        " {leases} leases",
-        " {handoffs} handoffs",
+        "client {session} {name} hung up; given back[ {leases} leases][ {handoffs} handoffs]"
     ),
     "client-hung-up-on": (
-        "hung up on client {session} {name}: {why}",
-        "; held until its processes end: {leases} leases",
-        " with {held_pages} pages",
-        "; {handoffs} handoffs given up",
+        "hung up on client {session} {name}: {why}[; held until its processes end: {leases} leases]"
+        "[ with {held_pages} pages][; {handoffs} handoffs given up]"
     ),
-    "client-outlived": ("client {session} {name} outlives pid {pid}: kept by pid {pids}",),
+    "client-outlived": "client {session} {name} outlives pid {pid}: kept by pid {pids}",
     "client-returned": (
-        "client {session} {name}, pid {pid}, is back",
-        "; {kept} leases of before the restart still used",
-        "; {ended} ended",
+        "client {session} {name}, pid {pid}, is back"
+        "[; {kept} leases of before the restart still used][; {ended} ended]"
     ),
     "adopted": (
-        "generation {generation}: {pages} cached pages in {nodes} nodes",
-        "; {leases} leases of {sessions} clients with {held_pages} pages",
-        "; {unproven_pages} pages not proven",
+        "generation {generation}: {pages} cached pages in {nodes} nodes"
+        "[; {leases} leases of {sessions} clients with {held_pages} pages]"
+        "[; {unproven_pages} pages not proven]"
     ),
     "lease-opened": (
-        "lease {lease}",
-        " of client {session}",
-        " ({reason})",
-        " room {room}",
-        ": {held_pages} pages held",
-        ", prompt {prompt_tokens} tokens",
-        ", {prefix_tokens} cached",
-        ", {missed_tokens} missed: {why_missed}",
+        "lease {lease}[ of client {session}][ ({reason})][ room {room}][: {held_pages} pages held]"
+        "[, prompt {prompt_tokens} tokens][, {prefix_tokens} cached]"
+        "[, {missed_tokens} missed: {why_missed}]"
     ),
-    "lease-extended": ("lease {lease}: {held_pages} pages held",),
-    "lease-written": ("lease {lease}: {written_tokens} tokens written",),
+    "lease-extended": "lease {lease}: {held_pages} pages held",
+    "lease-written": "lease {lease}: {written_tokens} tokens written",
     "engine-copied": (
-        "lease {lease}: {way} of {pages} pages by rank {rank}",
-        " {device}",
-        " {n_bytes}",
-        ": {why}",
+        "lease {lease}: {way} of {pages} pages by rank {rank}[ {device}][ {n_bytes}][: {why}]"
     ),
     "lease-committed": (
-        "lease {lease}: {cached_tokens} tokens cached",
-        ", {duplicate_pages} pages were there already",
+        "lease {lease}: {cached_tokens} tokens cached[, {duplicate_pages} pages were there already]"
     ),
     "lease-released": (
-        "lease {lease} released: {cause}",
-        " ({reason})",
-        ", {freed_pages} pages freed",
-        " after {age_s}",
+        "lease {lease} released: {cause}[ ({reason})][, {freed_pages} pages freed][ after {age_s}]"
     ),
     "retracted": (
-        "lease {lease} of client {session}: {freed_pages} pages freed",
-        ", {saved_bytes} saved",
-        " in {took_s}",
+        "lease {lease} of client {session}: {freed_pages} pages freed[, {saved_bytes} saved]"
+        "[ in {took_s}]"
     ),
     "resumed": (
-        "lease {lease} of client {session} runs again",
-        ", {restored_bytes} restored",
-        ", {spared_bytes} not needed",
-        ", away for {away_s}",
+        "lease {lease} of client {session} runs again[, {restored_bytes} restored]"
+        "[, {spared_bytes} not needed][, away for {away_s}]"
     ),
-    "quarantined": ("lease {lease}: {pages} pages, {peer} may still write: {why}",),
-    "quarantine-ended": ("lease {lease}: {pages} pages free after {age_s}: {proof}",),
-    "evicted": ("{pages} pages", " of {component}", " in {nodes} nodes", ": {reason}"),
+    "quarantined": "lease {lease}: {pages} pages, {peer} may still write: {why}",
+    "quarantine-ended": "lease {lease}: {pages} pages free after {age_s}: {proof}",
+    "evicted": "{pages} pages[ of {component}][ in {nodes} nodes][: {reason}]",
     "cache-thrashing": (
-        "client {hurt} missed {pages} pages that went for client {session}",
-        " ({need})",
-        " of {namespace}",
-        ", {after_s} later, and not for the first time",
+        "client {hurt} missed {pages} pages that went for client {session}[ ({need})]"
+        "[ of {namespace}][, {after_s} later, and not for the first time]"
     ),
     "floor-broken": (
-        "{taken_pages} pages of the floor of {namespace} went for client {session}",
-        " ({need})",
-        "; {left_pages} of {floor_pages} are left",
+        "{taken_pages} pages of the floor of {namespace} went for client {session}[ ({need})]"
+        "[; {left_pages} of {floor_pages} are left]"
     ),
-    "pin-began": ("pin {pin} of {owner}: {tokens} tokens", " for {ttl_s}"),
-    "pin-ended": ("pin {pin} of {owner}: {tokens} tokens", " after {age_s}", ": {why}"),
+    "pin-began": "pin {pin} of {owner}: {tokens} tokens[ for {ttl_s}]",
+    "pin-ended": "pin {pin} of {owner}: {tokens} tokens[ after {age_s}][: {why}]",
     "waiting": (
-        "client {session} waits for room",
-        " in room {room}",
-        ": {needed_pages} pages needed",
-        ", {headroom_pages} to be had",
+        "client {session} waits for room[ in room {room}][: {needed_pages} pages needed]"
+        "[, {headroom_pages} to be had]"
     ),
-    "moved": (
-        "room {room} {side}",
-        " {peer}",
-        ": {before}->{after} ({trigger})",
-        ": {why}",
-    ),
+    "moved": "room {room} {side}[ {peer}][: {before}->{after} ({trigger})][: {why}]",
     "handoff-ended": (
-        "room {room} {side}",
-        " {peer}",
-        ": {outcome}",
-        " {code}",
-        " {reason}",
-        ", {moved_bytes} moved",
-        " in {took_s}",
-        ", {saved_bytes} not needed",
+        "room {room} {side}[ {peer}][: {outcome}][ {code}][ {reason}][, {moved_bytes} moved]"
+        "[ in {took_s}][, {saved_bytes} not needed]"
     ),
     "pages-corrupt": (
-        "room {room} from {peer}: {bad_pages} of {checked_pages} pages are not what was sent",
-        " ({component})",
-        ": {why}",
+        "room {room} from {peer}: {bad_pages} of {checked_pages} pages are not what was sent"
+        "[ ({component})][: {why}]"
     ),
-    "peer-up": ("{peer} incarnation {incarnation}", " generation {generation}"),
-    "peer-suspect": ("{peer} silent for {silent_s}",),
-    "peer-lost": ("{peer} silent for {silent_s}: its rooms are drained",),
-    "peer-replaced": ("{peer} has restarted: {before} ended, {after} is here",),
-    "peer-refused": ("{peer} {code}: {why}",),
-    "handshake-failed": ("{peer} {address} {reason}: {why}", ", {times} times"),
-    "agent-changed": ("{peer} generation {generation}: {state}", ": {why}"),
-    "slow-path": ("{what}", " to {peer}", ": {why}"),
-    "pinned": ("{pinned_bytes} of region {region}", " in {took_s}"),
-    "transfer-started": ("generation {generation}", ": {why}"),
-    "message-refused": ("on {socket} from {sender}: {code}, {why}",),
-    "flushed": ("{freed_pages} pages freed, {kept_pages} kept", " of namespace {namespace}"),
-    "epoch": ("namespace {namespace} is in epoch {epoch} by {who}",),
-    "tier-up": ("tier {tier} serves, generation {generation}", ", {objects} objects found"),
-    "tier-down": ("tier {tier} is down: {why}", ", {cut} orders cut"),
-    "tier-away": ("tier {tier} is left alone for {for_s}: {why}",),
-    "tier-back": ("tier {tier} serves again",),
+    "peer-up": "{peer} incarnation {incarnation}[ generation {generation}]",
+    "peer-suspect": "{peer} silent for {silent_s}",
+    "peer-lost": "{peer} silent for {silent_s}: its rooms are drained",
+    "peer-replaced": "{peer} has restarted: {before} ended, {after} is here",
+    "peer-refused": "{peer} {code}: {why}",
+    "handshake-failed": "{peer} {address} {reason}: {why}[, {times} times]",
+    "agent-changed": "{peer} generation {generation}: {state}[: {why}]",
+    "slow-path": "{what}[ to {peer}][: {why}]",
+    "pinned": "{pinned_bytes} of region {region}[ in {took_s}]",
+    "transfer-started": "generation {generation}[: {why}]",
+    "message-refused": "on {socket} from {sender}: {code}, {why}",
+    "flushed": "{freed_pages} pages freed, {kept_pages} kept[ of namespace {namespace}]",
+    "epoch": "namespace {namespace} is in epoch {epoch} by {who}",
+    "tier-up": "tier {tier} serves, generation {generation}[, {objects} objects found]",
+    "tier-down": "tier {tier} is down: {why}[, {cut} orders cut]",
+    "tier-away": "tier {tier} is left alone for {for_s}: {why}",
+    "tier-back": "tier {tier} serves again",
     "demoted": (
-        "lease {lease}: {pages} pages written to tier {tier}",
-        ", {n_bytes} bytes",
-        " in {took_s}",
-        ", {lost} not written",
-        ": {why}",
+        "lease {lease}: {pages} pages written to tier {tier}[, {n_bytes} bytes][ in {took_s}]"
+        "[, {lost} not written][: {why}]"
     ),
     "stop-demotion-began": (
-        "{pages} cached pages: what tier {tier} has not of them is written",
-        ", for {for_s} at most",
+        "{pages} cached pages: what tier {tier} has not of them is written[, for {for_s} at most]"
     ),
     "stop-demotion-ended": (
-        "{pages} pages written to tier {tier} at the stop",
-        " in {took_s}",
-        ", {left} left",
-        ": {why}",
+        "{pages} pages written to tier {tier} at the stop[ in {took_s}][, {left} left][: {why}]"
     ),
     "promoted": (
-        "lease {lease}: {pages} pages read from tier {tier}",
-        ", {n_bytes} bytes",
-        " in {took_s}",
-        ", {bad} of no use",
-        ": {why}",
+        "lease {lease}: {pages} pages read from tier {tier}[, {n_bytes} bytes][ in {took_s}]"
+        "[, {bad} of no use][: {why}]"
     ),
-    "violation": ("{what}", "; lease {lease}", "; node {tree_node}", "; {owner} {pid}"),
-    "violation-healed": ("{what}, after {lasted_s}",),
-    "recording-started": ("every input from here on",),
-    "recording-ended": ("{why}",),
-    "recording-saved": ("{path}", ": {why}"),
+    "violation": "{what}[; lease {lease}][; node {tree_node}][; {owner} {pid}]",
+    "violation-healed": "{what}, after {lasted_s}",
+    "recording-started": "every input from here on",
+    "recording-ended": "{why}",
+    "recording-saved": "{path}[: {why}]",
     "drain-began": (
-        "nothing new is begun, asked for by {who}",
-        ": {why}",
-        "; {receives} receives",
-        "; {sends} sends",
-        "; {refused} refused",
-        "; at most {deadline_s}",
+        "nothing new is begun, asked for by {who}[: {why}][; {receives} receives][; {sends} sends]"
+        "[; {refused} refused][; at most {deadline_s}]"
     ),
-    "drained": ("nothing is under way any more, after {lasted_s}", "; {cut} given up"),
-    "drain-ended": ("new requests are taken again, after {lasted_s}",),
-    "peer-draining": ("{peer} is {state}", ": {why}", "; {refused} receives refused"),
-    "config-reloaded": ("changed: {changed}", "; needs a restart: {needs_restart}"),
-    "config-refused": ("{errors}",),
+    "drained": "nothing is under way any more, after {lasted_s}[; {cut} given up]",
+    "drain-ended": "new requests are taken again, after {lasted_s}",
+    "peer-draining": "{peer} is {state}[: {why}][; {refused} receives refused]",
+    "config-reloaded": "changed: {changed}[; needs a restart: {needs_restart}]",
+    "config-refused": "{errors}",
 }
-"""By kind; a part after the first is left out where one of its fields has nothing in it."""
+"""By kind; what is in brackets is left out where one of its fields has nothing in it."""
 
-
-def _fields(part: str) -> tuple[str, ...]:
-    return tuple(name for _, name, _, _ in string.Formatter().parse(part) if name)
-
-
-_PARTS = {kind: [(part, _fields(part)) for part in parts] for kind, parts in _WORDS.items()}
+_PARTS = {
+    kind: [(part, re.findall(r"{(\w+)}", part)) for part in re.split(r"[][]", template)]
+    for kind, template in _WORDS.items()
+}
+"""By kind; every other part is one that was in brackets."""
 
 _RANKS = ("room", "lease", "node", "client", "peer")
 """By what an event is about first: the narrowest."""
@@ -257,9 +206,9 @@ def levels_of(tag: str) -> tuple[Level, ...]:
 def words(event: Event) -> str:
     """What happened, on one line."""
     made = ""
-    for part, names in _PARTS.get(tag_of(event), ()):
+    for at, (part, names) in enumerate(_PARTS.get(tag_of(event), ())):
         found = {name: getattr(event, name) for name in names}
-        if not made or all(found.values()):
+        if at % 2 == 0 or all(found.values()):
             made += part.format_map({name: shown(name, value) for name, value in found.items()})
     return clean(made)
 
@@ -351,22 +300,11 @@ def record_of(event: Event) -> tuple[TableRow, tuple[Column, ...]]:
 
 def kinds_for(filters: Iterable[Filter]) -> tuple[str, ...]:
     """The kinds whose events may pass, to ask only for these; none where all may."""
-    wanted = list(filters)
-    found = tuple(kind for kind in KINDS if all(_may_pass(kind, condition) for condition in wanted))
+    own = [condition for condition in filters if condition.column in {"kind", "level"}]
+    found = tuple(kind for kind in KINDS if all(_may_pass(kind, condition) for condition in own))
     return () if len(found) == len(KINDS) else found or ("none",)
 
 
 def _may_pass(kind: str, condition: Filter) -> bool:
-    if condition.column not in {"kind", "level"}:
-        return True
-    has = (kind,) if condition.column == "kind" else levels_of(kind)
-    value = str(condition.value).casefold()
-    match condition.test:
-        case "has":
-            return any(value in own for own in has)
-        case "has-not":
-            return any(value not in own for own in has)
-        case "is":
-            return value in has
-        case _:
-            return any(value != own for own in has)
+    rows = [TableRow("", (kind, level, "", "", 0.0)) for level in levels_of(kind)]
+    return any(row_passes(condition, row, COLUMNS, 0.0) for row in rows)

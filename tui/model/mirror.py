@@ -105,7 +105,8 @@ class Mirror:
         self._trouble: LinkConnecting | LinkDown | None = LinkConnecting("")
         """Why nothing comes; None while frames do."""
         self._heard_s = 0.0
-        self._vitals: Vitals | None = None
+        self.vitals: Vitals | None = None
+        """The head of the last frame."""
         self._tables: dict[Query, TableData] = {}
         self._maps: dict[MapQuery, PageMap] = {}
         self._logs: dict[EventQuery, Log] = {}
@@ -114,11 +115,6 @@ class Mirror:
         """Frames of that look that are still to come."""
         self._is_whole = True
         """Nothing of the frame that is being folded in had to be dropped."""
-
-    @property
-    def vitals(self) -> Vitals | None:
-        """The head of the last frame."""
-        return self._vitals
 
     # ---- how the link stands -----------------------------------------------------------------
 
@@ -193,7 +189,7 @@ class Mirror:
             self._expected = None
         self._is_whole = True
         is_other = self._drop_if_restarted(frame.vitals, heard_s)
-        self._vitals, self._heard_s, self._trouble = frame.vitals, heard_s, None
+        self.vitals, self._heard_s, self._trouble = frame.vitals, heard_s, None
         self.frames += 1
         if len(frame.answers) == len(look.queries):
             for query, raw in zip(look.queries, frame.answers, strict=True):
@@ -215,7 +211,7 @@ class Mirror:
         """The picture as of the last frame."""
         return DaemonSnapshot(
             heard_s=self._heard_s,
-            vitals=self._vitals,
+            vitals=self.vitals,
             tables=dict(self._tables),
             maps=dict(self._maps),
             logs=dict(self._logs),
@@ -223,7 +219,7 @@ class Mirror:
 
     def _drop_if_restarted(self, vitals: Vitals, heard_s: float) -> bool:
         """Drop everything if this is another incarnation than before; whether it is."""
-        before = self._vitals
+        before = self.vitals
         if before is None or before.incarnation == vitals.incarnation:
             return False
         self._tables.clear()

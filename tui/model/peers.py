@@ -47,8 +47,11 @@ STANDS_FOR = {
     "path": "name",
 }
 
-LETTERS = {"up": "+", "suspect": "~", "lost": "!", "silent": "?"}
-STATES: dict[str, Style] = {"up": "ok", "suspect": "warn", "lost": "bad", "silent": "warn"}
+STATES: dict[str, tuple[str, Style]] = {
+    "up": ("+", "ok"),
+    "suspect": ("~", "warn"),
+    "lost": ("!", "bad"),
+}
 MEANS = {
     "up": "it answers",
     "suspect": "it has not been heard for a while",
@@ -65,14 +68,11 @@ class TrafficRates:
     def __init__(self) -> None:
         self.incoming = RowRates("in_bytes")
         self.outgoing = RowRates("out_bytes")
-        self._taken: TableData | None = None
 
     def take(self, data: TableData | None) -> None:
-        """Remember the counters of a table of all peers, unless it is the last one."""
-        if data is not None and data is not self._taken:
-            self._taken = data
-            self.incoming.take(data)
-            self.outgoing.take(data)
+        """Remember the counters of a table of all peers."""
+        self.incoming.take(data)
+        self.outgoing.take(data)
 
     def made(self, row: NamedRow, path: str) -> tuple[Cell, ...]:
         """The cells of ``COLUMNS``."""
@@ -87,9 +87,8 @@ class TrafficRates:
 
 
 def state(row: NamedRow) -> tuple[str, Style]:
-    """A letter, the word, and its style."""
-    word = row.text("state")
-    return f"{LETTERS.get(word, '?')} {clean(word)}", STATES.get(word, "warn")
+    """Whether it is heard."""
+    return cells.lettered(row.text("state"), STATES)
 
 
 def layout(row: NamedRow) -> tuple[str, Style]:

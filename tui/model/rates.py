@@ -111,9 +111,16 @@ class RowRates:
         self._column = column
         self._over_s = over_s
         self._seen: dict[str, list[Point]] = {}
+        self._taken: TableData | None = None
 
-    def take(self, data: TableData) -> None:
-        """Remember the column of every row; rows that have left the window are forgotten."""
+    def take(self, data: TableData | None) -> None:
+        """Remember the column of every row; rows that have left the window are forgotten.
+
+        The same table once more says nothing, nor does none.
+        """
+        if data is None or data is self._taken:
+            return
+        self._taken = data
         at = data.index(self._column)
         seen: dict[str, list[Point]] = {}
         for key, row in data.rows.items() if at >= 0 else ():

@@ -14,7 +14,7 @@ import msgspec
 from kvd.text import compact, compact_bytes
 from kvd.wire.console import EventQuery, MapQuery, PageMap, Query, Vitals
 from tui.model.event_log import Log, log_slot
-from tui.model.tables import TableData, slot_of
+from tui.model.tables import TableData
 
 if TYPE_CHECKING:
     from kvd.wire.console import Cell
@@ -45,16 +45,12 @@ class DaemonSnapshot(msgspec.Struct, frozen=True):
         return self.vitals.at_s if self.vitals is not None else 0.0
 
     def table(self, query: Query) -> TableData | None:
-        """The answer to ``query``, whatever its asker has; None where none is here."""
-        slot = slot_of(query)
-        assert isinstance(slot, Query)
-        return self.tables.get(slot)
+        """The answer to ``query``; None where none is here."""
+        return self.tables.get(query)
 
     def page_map(self, query: MapQuery) -> PageMap | None:
         """The answer to ``query``; or None."""
-        slot = slot_of(query)
-        assert isinstance(slot, MapQuery)
-        return self.maps.get(slot)
+        return self.maps.get(query)
 
     def log(self, query: EventQuery) -> Log:
         """The events that ``query`` asked for, as far as they were kept."""

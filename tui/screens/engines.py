@@ -46,21 +46,18 @@ LEASE_COLUMNS = (
 """Columns of the leases of one client that stay longest; whose they are, the caption says."""
 LEASES_HIDDEN = ("owner", "client", "pid")
 
-LETTERS = {
-    "alive": "+",
-    "gone": "!",
-    "partly gone": "~",
-    "awaited": "?",
-    "hung up on": "x",
-    "outlived": "!",
+STATES: dict[str, tuple[str, Style]] = {
+    "alive": ("+", "ok"),
+    "gone": ("!", "bad"),
+    "outlived": ("!", "bad"),
+    "partly gone": ("~", "warn"),
+    "hung up on": ("x", "warn"),
 }
-STATES: dict[str, Style] = {"alive": "ok", "gone": "bad", "outlived": "bad"}
 
 
 def state(row: NamedRow) -> tuple[str, Style]:
-    """A letter, the word, and its style."""
-    word = row.text("state")
-    return f"{LETTERS.get(word, '?')} {clean(word)}", STATES.get(word, "warn")
+    """Whether its processes are there."""
+    return cells.lettered(row.text("state"), STATES)
 
 
 def kind(row: NamedRow) -> tuple[str, Style]:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.binding import Binding
-from textual.message import Message
 from typing_extensions import override
 
-from kvd import filters
-from kvd.filters import SyntaxFlaw
 from kvd.text import age, counted
 from kvd.wire.admin import AskOtherEnd, OtherEnds
 from kvd.wire.console import MAX_EVENTS, EventQuery
@@ -18,7 +15,7 @@ from tui.draw.spans import Line, Styled, cleaned
 from tui.model import event_log, event_words
 from tui.model.event_log import EventGap, LogEntries
 from tui.screens.page import Page
-from tui.widgets.canvas import Canvas, console
+from tui.widgets.canvas import Cursored, console
 from tui.widgets.card import WITH_EVENTS
 
 if TYPE_CHECKING:
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
     from textual.binding import BindingType
     from textual.worker import Worker
 
-    from kvd.wire.console import Column, TableRow
+    from kvd.wire.console import Column, Filter, TableRow
     from kvd.wire.events import Event
     from tui.model.event_log import Entry
     from tui.model.snapshots import DaemonSnapshot
@@ -51,7 +48,6 @@ class EventsPage(Page):
     NAME = "events"
     REFS = ("event",)
     FAULTS: ClassVar[Mapping[str, str]] = {"": "!level:routine !level:notice"}
-    CAN_MOVE = True
     CAN_FILTER = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("i", "app.events_of", "about", tooltip="only events about the same, of both ends"),
@@ -81,6 +77,10 @@ class EventsPage(Page):
     def log_lines(self) -> EventLogView:
         """The list under the cursor keys."""
         return self.query_one(EventLogView)
+
+    @override
+    def cursored(self) -> EventLogView:
+        return self.log_lines
 
     # ---- what is shown ----------------------------------------------------------------------
 
@@ -145,12 +145,9 @@ class EventsPage(Page):
         return event_words.COLUMNS
 
     @override
-    def filter_by(self, text: str) -> None:
-        found = filters.parse(text, event_words.COLUMNS)
-        if isinstance(found, SyntaxFlaw):
-            return
-        self._text, self._book.filters = text, found
-        self._kinds = event_words.kinds_for(found)
+    def filter_by(self, text: str, filters: tuple[Filter, ...]) -> None:
+        self._text, self._book.filters = text, filters
+        self._kinds = event_words.kinds_for(filters)
         self._reshow()
 
     def _narrow(self, about: str) -> None:
@@ -187,40 +184,15 @@ class EventsPage(Page):
             self._narrow("")
         return bool(was_about)
 
-    @override
-    def action_move(self, rows: int) -> None:
-        self.log_lines.move(rows)
 
-    @override
-    def action_screen(self, screens: int) -> None:
-        self.log_lines.move(screens * (self.log_lines.page_rows - 1))
-
-    @override
-    def action_home(self) -> None:
-        self.log_lines.move(-len(self.log_lines.entries))
-
-    @override
-    def action_end(self) -> None:
-        self.log_lines.follow(is_wanted=True)
-
-    def on_event_log_view_opened(self) -> None:
-        """A line was clicked twice."""
-        if self.chosen():
-            self.post_message(self.OpenRequested(self.chosen()))
-
-
-HEAD_LINES = 1
 AGE_COLUMNS = 7
 KIND_COLUMNS = 17
 MAX_WORDS = 512
 """Lines that are kept in words: more than any terminal shows."""
 
 
-class EventLogView(Canvas):
+class EventLogView(Cursored):
     """``show`` gets all lines there are; only those on the screen are put into words."""
-
-    class Opened(Message):
-        """A line was clicked twice."""
 
     def __init__(self) -> None:
         super().__init__(id="log")
@@ -228,41 +200,35 @@ class EventLogView(Canvas):
         """Whether the cursor stays on the newest line."""
         self.words = ""
         """What the head says of where the lines come from."""
-        self._entries: Sequence[Entry] = ()
+        self.entries: Sequence[Entry] = ()
+        """What passes the filters, oldest first."""
         self._now_s = 0.0
-        self._first = 0
-        self._cursor = 0
         self._key = ""
         self._sought = ""
         self._known: dict[str, tuple[Entry, event_log.EventLine]] = {}
 
     @property
-    def page_rows(self) -> int:
-        """Lines that there is room for."""
-        return max(1, self.size.height - HEAD_LINES)
+    @override
+    def total(self) -> int:
+        return len(self.entries)
 
     @property
     def entry(self) -> Entry | None:
         """What is under the cursor."""
-        return self._entries[self._cursor] if self._cursor < len(self._entries) else None
-
-    @property
-    def entries(self) -> Sequence[Entry]:
-        """What passes the filters, oldest first."""
-        return self._entries
+        return self.entries[self._cursor] if self._cursor < len(self.entries) else None
 
     # ---- showing ----------------------------------------------------------------------------
 
     def show(self, entries: Sequence[Entry], now_s: float) -> None:
         """Show these; the cursor stays on its line, or on the newest one."""
-        self._entries, self._now_s = entries, now_s
+        self.entries, self._now_s = entries, now_s
         self._place()
         self.redraw()
 
     def _place(self) -> None:
         wanted = self._sought or ("" if self.is_following else self._key)
         at = self._index(wanted) if wanted else None
-        last = max(0, len(self._entries) - 1)
+        last = max(0, len(self.entries) - 1)
         if self._sought and at is not None:
             self._sought, self.is_following = "", False
         if at is not None:
@@ -273,20 +239,17 @@ class EventLogView(Canvas):
         self._settle()
 
     def _index(self, key: str) -> int | None:
-        return next((at for at, entry in enumerate(self._entries) if entry.key == key), None)
+        return next((at for at, entry in enumerate(self.entries) if entry.key == key), None)
 
     def _settle(self) -> None:
         """Keep the cursor on a line and the window around it."""
-        total, rows = len(self._entries), self.page_rows
-        self._cursor = max(0, min(self._cursor, total - 1))
-        self._first = max(self._cursor - rows + 1, min(self._first, self._cursor))
-        self._first = max(0, min(self._first, total - rows))
+        self._scroll()
         self._key = self.entry.key if self.entry is not None else ""
 
     @override
     def make_lines(self, width: int, height: int) -> Sequence[Line]:
         self._settle()
-        shown = self._entries[self._first : self._first + self.page_rows]
+        shown = self.entries[self._first : self._first + self.page_rows]
         lines = [self._head(width)]
         for at, entry in enumerate(shown, start=self._first):
             lines.append(self._line(entry, width, is_chosen=at == self._cursor))
@@ -295,14 +258,14 @@ class EventLogView(Canvas):
         return lines
 
     def _head(self, width: int) -> Line:
-        below = len(self._entries) - 1 - self._cursor
+        below = len(self.entries) - 1 - self._cursor
         state = "following" if self.is_following else f"{below} newer below"
         at_left = (
             Styled("events", "head"),
             cleaned(f" {self.words}" if self.words else "", "key"),
         )
         tail = (
-            Styled(f"{counted(len(self._entries), 'line')} · "),
+            Styled(f"{counted(len(self.entries), 'line')} · "),
             Styled(state, "ok" if self.is_following else "warn"),
         )
         return spans.ruled(at_left, tail, width, is_lit=self.has_keys)
@@ -319,7 +282,7 @@ class EventLogView(Canvas):
             Styled(told.words, told.style if told.style in {"warn", "bad"} else "plain"),
         )
         line = spans.fit(made, width)
-        return tuple(span._replace(under="cursor") for span in line) if is_chosen else line
+        return spans.pointed_at(line) if is_chosen else line
 
     def _told(self, entry: Entry) -> event_log.EventLine:
         known = self._known.get(entry.key)
@@ -331,17 +294,18 @@ class EventLogView(Canvas):
 
     # ---- moving -----------------------------------------------------------------------------
 
+    @override
     def move(self, rows: int) -> None:
-        """Move the cursor; up from the newest it stays there, onto the newest it follows again."""
+        """Up from the newest the cursor stays there, onto the newest it follows again."""
         self._cursor += rows
         self._settle()
-        self.is_following = rows > 0 and self._cursor >= len(self._entries) - 1
+        self.is_following = rows > 0 and self._cursor >= len(self.entries) - 1
         self.redraw()
 
-    def follow(self, *, is_wanted: bool) -> None:
-        """Stay on the newest line from now on, or on this one."""
-        self.is_following = is_wanted
-        self._sought = ""
+    @override
+    def move_to_end(self) -> None:
+        """Stay on the newest line from now on."""
+        self.is_following, self._sought = True, ""
         self._place()
         self.redraw()
 
@@ -356,14 +320,10 @@ class EventLogView(Canvas):
 
     def on_click(self, event: events.Click) -> None:
         """A line is chosen, and opened by the second click."""
-        at = self._first + event.y - HEAD_LINES
-        if event.y >= HEAD_LINES and at < len(self._entries):
+        at = self._first + event.y - self.head_lines
+        if event.y >= self.head_lines and at < self.total:
             self.move(at - self._cursor)
             self.is_following = False
             self.redraw()
             if event.chain == 2:
-                self.post_message(self.Opened())
-
-    @override
-    def wheel(self, lines: int) -> None:
-        self.move(lines)
+                self.post_message(self.Opened(self))

@@ -60,7 +60,7 @@ class HandoffsPage(Page):
 
     DEFAULT_CSS = """
     HandoffsPage > #table-rooms { height: 1fr; }
-    HandoffsPage > StoryPanel { height: 52%; min-height: 6; max-height: 24; }
+    HandoffsPage > #life { height: 52%; min-height: 6; max-height: 24; }
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class HandoffsPage(Page):
         )
         table.restrict(*WITHOUT_DELIVERED)
         yield table
-        yield StoryPanel(id="life")
+        yield Canvas(id="life")
 
     @override
     def on_mount(self) -> None:
@@ -94,6 +94,11 @@ class HandoffsPage(Page):
     def rooms(self) -> WindowedTable:
         """The handoffs."""
         return self.query_one("#table-rooms", WindowedTable)
+
+    @property
+    def panel(self) -> Canvas:
+        """The story of the one under the cursor."""
+        return self.query_one("#life", Canvas)
 
     def action_delivered(self) -> None:
         """Those that went well too, or not."""
@@ -115,11 +120,11 @@ class HandoffsPage(Page):
             self._story = HandoffStory(row.row.key)
             self.ask_here()
             self.ask_there()
-        story = self._story if self._story is not None else HandoffStory("")
         node = snapshot.vitals.node if snapshot.vitals is not None else "here"
-        panel = self.query_one(StoryPanel)
-        if panel.display:
-            panel.show(story, row, node, snapshot.now_s)
+        width, height = self.panel.size
+        if self.panel.display and width:  # what does not fit is the oldest of the story
+            lines = story_lines(self._story, row, node, snapshot.now_s, width)
+            self.panel.paint(lines[:height])
 
     @override
     def seek(self, ref: str) -> bool:
@@ -145,7 +150,7 @@ class HandoffsPage(Page):
 
     def _is_asking(self) -> bool:
         """Whether the story of one is to be seen, as it is now."""
-        is_seen = self.display and self.query_one(StoryPanel).display
+        is_seen = self.display and self.panel.display
         return is_seen and self._story is not None and not console(self).mirror.history.is_frozen
 
     async def _ask_here(self) -> None:
@@ -176,14 +181,19 @@ class HandoffsPage(Page):
 
 
 AGO_COLUMNS = 9
+NAMED_FROM_COLUMNS = 60
+"""Where there are fewer, which room it is needs them more than how far it is."""
 BAR_FROM_COLUMNS = 100
 """Where there is room for a second bar; the table has one already."""
 
 
 def story_lines(
-    story: HandoffStory, row: NamedRow, node: str, now_s: float, width: int
+    story: HandoffStory | None, row: NamedRow | None, node: str, now_s: float, width: int
 ) -> list[Line]:
     """Its head, the chart, what is wrong, the figures, then its story; in the order of weight."""
+    if row is None or story is None:
+        head = spans.headed((Styled("life of a handoff", "head"),), width)
+        return [head, spans.line("  no handoff is under way", "dim")]
     ends = handoffs.ends(story, row, node, now_s)
     until_s = row.number("until")
     deadline_in_s = None if until_s is None else until_s - now_s
@@ -204,6 +214,8 @@ def _head(row: NamedRow, width: int) -> Line:
         Styled(state, style),
     )
     words = f"{handoffs.done(row)[0]}  {handoffs.rate(row)[0]}  {handoffs.eta(row)[0]}"
+    if width < NAMED_FROM_COLUMNS:
+        words = ""
     if width >= BAR_FROM_COLUMNS and row.number("progress") is not None:
         words = f"{handoffs.progress(row, 10)[0]} {words}"
     return spans.ruled(at_left, (Styled(words.strip(), "dim"),), width)
@@ -219,17 +231,19 @@ def _trouble(row: NamedRow, width: int) -> list[Line]:
 
 def _figures(story: HandoffStory, row: NamedRow, node: str, now_s: float, width: int) -> list[Line]:
     """What each end says of its bytes, ours first."""
-    made = [_of_end(node, _ours(row), width)]
+    made = _of_end(node, _ours(row), width)
     if story.there is not None and isinstance(story.there.answer, tuple):
         by_s = now_s - story.there.at_s
         told = [end for end in story.there.answer if not end.why_none]
-        made += [_of_end(end.peer, _told(end, by_s), width) for end in told]
+        for end in told:
+            made += _of_end(end.peer, _told(end, by_s), width)
     return made
 
 
-def _of_end(name: str, words: list[str], width: int) -> Line:
-    text = ", ".join(word for word in words if word)
-    return spans.fit((cleaned(f"{name}: ", "head"), Styled(text)), width)
+def _of_end(name: str, words: list[str], width: int) -> list[Line]:
+    *before, last = [word for word in words if word]
+    items = [spans.line(text) for text in (*(f"{word}," for word in before), last)]
+    return spans.wrapped([(cleaned(f"{name}:", "head"),), *items], width, 1)
 
 
 def _ours(row: NamedRow) -> list[str]:
@@ -272,21 +286,3 @@ def _story(ends: Sequence[HandoffEnd], width: int) -> list[Line]:
         before = Styled(f"{ago}  {who}  ", "dim")
         made.append(spans.fit((before, cleaned(what)), width))
     return made
-
-
-def nothing_lines(width: int) -> list[Line]:
-    """Where no handoff is chosen."""
-    head = spans.headed((Styled("life of a handoff", "head"),), width)
-    return [head, (Styled("  no handoff is under way", "dim"),)]
-
-
-class StoryPanel(Canvas):
-    """Shows ``story_lines``; what does not fit is the oldest of the story."""
-
-    def show(self, story: HandoffStory, row: NamedRow | None, node: str, now_s: float) -> None:
-        """Show this handoff as of ``now_s``; ``row`` None: nothing is chosen."""
-        width, height = self.size.width, self.size.height
-        if not width or not height:
-            return
-        lines = nothing_lines(width) if row is None else story_lines(story, row, node, now_s, width)
-        self.paint(lines[:height])

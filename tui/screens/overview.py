@@ -82,13 +82,22 @@ class OverviewPage(Page):
         waiting = WindowedTable("waiting", rules=WAITING)
         waiting.restrict((Filter("lacks", "is-not", "a peer"),), "requests that wait for pages")
         yield waiting
-        yield Figures()
+        yield Canvas(id="figures")
         with Ground(id="middle"):
             with Ground(id="left"):
                 yield PoolTable(is_brief=True)
-                yield SourceBar()
-            yield Charts()
-        yield Ledger()
+                yield Canvas(id="sources")
+            yield Canvas(id="charts")
+        yield Canvas(id="ledger")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read = RowRates("read_tokens", MINUTE_S)
+        """Of each tier."""
+
+    def _lines(self, name: str) -> Canvas:
+        """A panel that has nothing but lines."""
+        return self.query_one(f"#{name}", Canvas)
 
     @property
     def problems(self) -> ProblemCards:
@@ -123,11 +132,11 @@ class OverviewPage(Page):
         end_s = snapshot.now_s if app.mirror.history.is_frozen else None
         is_wide, is_small = width >= WIDE_COLUMNS, height < SMALL_LINES
         self.set_class(is_wide, "wide")
-        figures, pools = self.query_one(Figures), self.query_one(PoolTable)
-        sources, ledger = self.query_one(SourceBar), self.query_one(Ledger)
+        figures, sources, charts = map(self._lines, ("figures", "sources", "charts"))
         panel = width * 11 // 20 if is_wide else width
-        flow = figures.show(vitals, rates, end_s, app.compared(snapshot))
-        pool_lines = pools.needed_lines
+        figures.paint(figure_lines(vitals, rates, end_s, app.compared(snapshot), width))
+        flow = len(figures.lines)
+        pool_lines = self.query_one(PoolTable).needed_lines
 
         failed = self.query_one(FailedHandoffs)
         most = 1 if is_small else 3 if height < CHARTS_FROM_LINES else 8
@@ -142,19 +151,21 @@ class OverviewPage(Page):
             self.activate(self.problems)
 
         has_charts = is_wide and height >= CHARTS_FROM_LINES
-        source_lines = sources.make(snapshot, rates, end_s, panel, room - pool_lines)
-        left = pool_lines + (source_lines if room >= pool_lines + source_lines else 0)
-        charts = self.query_one(Charts)
+        self._read.take(snapshot.table(TIERS))
+        sources.paint(source_lines(snapshot, rates, end_s, self._read, panel, room - pool_lines))
+        source_height = len(sources.lines)
+        left = pool_lines + (source_height if room >= pool_lines + source_height else 0)
         charts.display = has_charts
         sources.display = left > pool_lines
         middle = max(left, 2 * CHART_LINES if has_charts and room >= 2 * CHART_LINES + 4 else left)
-        self.set_height(sources, source_lines)
-        if not is_wide:
-            self.set_height(self.query_one("#left"), left)
+        self.set_height(sources, source_height)
+        self.set_height(self.query_one("#left"), left)
         room -= self._give(self.query_one("#middle"), middle, room)
-        charts.show(rates, end_s, middle)
-        sources.show()
-        self._give(ledger, ledger.show(snapshot), room)
+        if has_charts and charts.size.width:
+            charts.paint(chart_lines(rates, end_s, app.chart_step_s, charts.size.width, middle))
+        ledger = self._lines("ledger")
+        ledger.paint(ledger_lines(snapshot, app, width))
+        self._give(ledger, len(ledger.lines), room)
 
     def _give(self, panel: Widget, lines: int, room: int) -> int:
         """So many lines, or none where there is no room for them."""
@@ -184,9 +195,9 @@ class OverviewPage(Page):
         if row is not None:
             actions.propose(console(self), _proposed(row))
 
-    def on_pool_table_chosen(self, message: PoolTable.Chosen) -> None:
+    async def on_pool_table_chosen(self, message: PoolTable.Chosen) -> None:
         """A component was clicked."""
-        self.post_message(self.OpenRequested(f"pool:{message.component}"))
+        await console(self).open(f"pool:{message.component}")
 
 
 def _proposed(row: NamedRow) -> str:
@@ -203,53 +214,27 @@ MINUTE_S = 60.0
 MOST_POOLS = 8
 
 
-class Figures(Canvas):
-    """How many of everything there are, and what is another since what it is compared with."""
-
-    def __init__(self) -> None:
-        super().__init__(id="figures")
-
-    def show(
-        self, vitals: Vitals, rates: NodeRates, end_s: float | None, compared: Sequence[str]
-    ) -> int:
-        """Paint the head of a frame; how many lines it takes."""
-        width = max(20, self.size.width)
-        lines = _flow(vitals, rates, end_s, width)
-        if compared:
-            items = [
-                (Styled(words, "key" if not at else "plain"),) for at, words in enumerate(compared)
-            ]
-            lines = [*spans.wrapped(items, width), *lines]
-        self.paint(lines)
-        return len(lines)
+def chart_lines(
+    rates: NodeRates, end_s: float | None, step_s: float, width: int, height: int
+) -> list[Line]:
+    """Bytes in and out over time, one above the other; out only where anything has gone out."""
+    found = {
+        name: rates.per_second(name, 2 * width, step_s=step_s, end_s=end_s)
+        for name in ("in_bytes", "out_bytes")
+    }
+    shown = [name for name, values in found.items() if any(values)] or ["in_bytes"]
+    made: list[Line] = []
+    for name in shown:
+        title = f"bytes {name.partition('_')[0]}"
+        series = chart.Series(title, found[name], bytes_per_second, step_s)
+        made += chart.chart(series, width, height // len(shown))
+    return made
 
 
-class Charts(Canvas):
-    """Bytes in and out over time, one above the other."""
-
-    def __init__(self) -> None:
-        super().__init__(id="charts")
-
-    def show(self, rates: NodeRates, end_s: float | None, height: int) -> None:
-        """Paint those that there is room for; the second one only where anything has gone out."""
-        width, made = self.size.width, list[Line]()
-        if not width or not self.display:
-            return
-        step_s = console(self).chart_step_s
-        found = {
-            name: rates.per_second(name, 2 * width, step_s=step_s, end_s=end_s)
-            for name in ("in_bytes", "out_bytes")
-        }
-        shown = [name for name, values in found.items() if any(values)] or ["in_bytes"]
-        for name in shown:
-            title = f"bytes {name.partition('_')[0]}"
-            series = chart.Series(title, found[name], bytes_per_second, step_s)
-            made += chart.chart(series, width, height // len(shown))
-        self.paint(made)
-
-
-def _flow(vitals: Vitals, rates: NodeRates, end_s: float | None, width: int) -> list[Line]:
-    """Everything that is a figure, on as few lines as that takes."""
+def figure_lines(
+    vitals: Vitals, rates: NodeRates, end_s: float | None, compared: Sequence[str], width: int
+) -> list[Line]:
+    """What is another since what it is compared with; then everything that is a figure."""
 
     def per_s(*names: str, over_s: float = RATE_S) -> float:
         grown, known_s = rates.grown(names, over_s=over_s, end_s=end_s)
@@ -284,7 +269,8 @@ def _flow(vitals: Vitals, rates: NodeRates, end_s: float | None, width: int) -> 
         _figure("asked for again", f"{compact(again)} tokens in 1m", "warn" if again else "plain"),
         _figure("consoles", f"{100 * vitals.console_share:.1f}% of a core"),
     ]
-    return spans.wrapped(made, width)
+    since = [spans.line(words, "plain" if at else "key") for at, words in enumerate(compared)]
+    return [*spans.wrapped(since, width), *spans.wrapped(made, width)]
 
 
 def _figure(name: str, text: str, style: Style = "plain") -> Line:
@@ -362,98 +348,63 @@ def _audit(data: TableData | None, app: KvdTui, width: int) -> list[Line]:
     ]
 
 
-class Ledger(Canvas):
-    """Shows ``ledger_lines``."""
-
-    def __init__(self) -> None:
-        super().__init__(id="ledger")
-
-    def show(self, snapshot: DaemonSnapshot) -> int:
-        """Paint it; how many lines it takes."""
-        lines = ledger_lines(snapshot, console(self), max(20, self.size.width))
-        self.paint(lines)
-        return len(lines)
-
-
 # ---- sources -------------------------------------------------------------------------------------
 
 
-class SourceBar(Canvas):
-    """Where tokens came from, and why those that had to be computed were not there."""
-
-    def __init__(self) -> None:
-        super().__init__(id="sources")
-        self._made: list[Line] = []
-        self._read = RowRates("read_tokens", MINUTE_S)
-
-    def make(
-        self, snapshot: DaemonSnapshot, rates: NodeRates, end_s: float | None, width: int, room: int
-    ) -> int:
-        """Make the lines for this width; how many they are. Short of room none says why."""
-        assert snapshot.vitals is not None
-        total = snapshot.vitals.sources
-        names = [f"from_{name}" for name in Sources.__struct_fields__]
-        grown, known_s = rates.grown(names, over_s=MINUTE_S, end_s=end_s)
-        tokens = Sources(*(round(growth) for growth in grown))
-        when = f"last {known_s:.0f}s"
-        if not any(grown):
-            tokens, when = total, f"since it began, none in the {when}"
-        title = (Styled("where tokens came from ", "head"), Styled(when, "dim"))
-        came, because = _source_lines(tokens, width - 3)
-        below = self._tiers(snapshot.table(TIERS), width)
-        if 1 + len(came) + len(because) + len(below) > room:
-            because = []
-        self._made = [spans.headed(title, width - 1), *came, *because, *below]
-        return len(self._made)
-
-    def show(self) -> None:
-        """Paint what was made."""
-        self.paint(self._made)
-
-    def _tiers(self, tiers: TableData | None, width: int) -> list[Line]:
-        """A line for each."""
-        if tiers is None:
-            return []
-        self._read.take(tiers)
-        found = [named_row_of(tiers, key) for key in tiers.order]
-        return [self._tier(row, width) for row in found if row is not None]
-
-    def _tier(self, row: NamedRow, width: int) -> Line:
-        """What came from a tier below the pool into the cache, and who waits for it."""
-
-        def figure(name: str) -> str:
-            return compact(row.number(name) or 0)
-
-        since_s, why = row.number("waiting_since"), row.text("why")
-        state = cells.show(row.text("state"), "state", row.at_s, 12)
-        lately = compact(MINUTE_S * (self._read.rate(row.row.key) or 0))
-        waits = "nobody waits"
-        if since_s is not None:
-            waits = f"{figure('waiting')} wait, for {age(row.at_s - since_s)}"
-        words = (
-            f"{figure('read_tokens')} tokens read, {lately} in 1m",
-            f"{figure('hits')} of {figure('waits')} waits got pages",
-            f"{figure('objects')} of {figure('capacity_objects')} pages there",
-        )
-        return spans.fit(
-            (
-                *(Styled("  tier ", "dim"), cleaned(row.text("tier")), Styled(" ")),
-                *(Styled(*state), cleaned(f": {why}" if why else ""), Styled(", ")),
-                *(Styled(waits, "plain" if since_s is None else "warn"), Styled("  ")),
-                Styled("  ".join(words)),
-            ),
-            width,
-        )
-
-
-def _source_lines(tokens: Sources, width: int) -> tuple[list[Line], list[Line]]:
-    """Where they came from, and why those that were computed were."""
+def source_lines(
+    snapshot: DaemonSnapshot,
+    rates: NodeRates,
+    end_s: float | None,
+    read: RowRates,
+    width: int,
+    room: int,
+) -> list[Line]:
+    """Where tokens came from, why others had to be computed where there is room, and the tiers."""
+    assert snapshot.vitals is not None
+    names = [f"from_{name}" for name in Sources.__struct_fields__]
+    grown, known_s = rates.grown(names, over_s=MINUTE_S, end_s=end_s)
+    tokens, when = Sources(*map(round, grown)), f"last {known_s:.0f}s"
+    if not any(grown):
+        tokens, when = snapshot.vitals.sources, f"since it began, none in the {when}"
+    title = (Styled("where tokens came from ", "head"), Styled(when, "dim"))
     parts, missed = bars.sources(tokens), bars.misses(tokens)
-    if not any(msgspec.structs.astuple(tokens)):
-        return [spans.line("  no prompt has come yet", "dim")], []
-    came = [bars.stacked(parts, width), *bars.key(parts, width)]
-    because: list[Line] = []
+    came, because = [spans.line("no prompt has come yet", "dim")], list[Line]()
+    if any(msgspec.structs.astuple(tokens)):
+        came = [bars.stacked(parts, width - 3), *bars.key(parts, width - 3)]
     if any(part.size for part in missed):
-        because = [(Styled("computed because", "dim"),), *bars.key(missed, width)]
-    came, because = ([(Styled("  "), *line) for line in lines] for lines in (came, because))
-    return came, because
+        because = [spans.line("computed because", "dim"), *bars.key(missed, width - 3)]
+    tiers = snapshot.table(TIERS)
+    found = [named_row_of(tiers, key) for key in tiers.order] if tiers is not None else ()
+    below = [_tier(row, read, width) for row in found if row is not None]
+    if 1 + len(came) + len(because) + len(below) > room:
+        because = []
+    told = [(Styled("  "), *line) for line in (*came, *because)]
+    return [spans.headed(title, width - 1), *told, *below]
+
+
+def _tier(row: NamedRow, read: RowRates, width: int) -> Line:
+    """What came from a tier below the pool into the cache, and who waits for it."""
+
+    def figure(name: str) -> str:
+        return compact(row.number(name) or 0)
+
+    since_s, why = row.number("waiting_since"), row.text("why")
+    state = cells.show(row.text("state"), "state", row.at_s, 12)
+    lately = compact(MINUTE_S * (read.rate(row.row.key) or 0))
+    waits = "nobody waits"
+    if since_s is not None:
+        waits = f"{figure('waiting')} wait, for {age(row.at_s - since_s)}"
+    words = (
+        f"{figure('read_tokens')} tokens read, {lately} in 1m",
+        f"{figure('hits')} of {figure('waits')} waits got pages",
+        f"{figure('objects')} of {figure('capacity_objects')} pages there",
+    )
+    return spans.fit(
+        (
+            *(Styled("  tier ", "dim"), cleaned(row.text("tier")), Styled(" ")),
+            *(Styled(*state), cleaned(f": {why}" if why else ""), Styled(", ")),
+            *(Styled(waits, "plain" if since_s is None else "warn"), Styled("  ")),
+            Styled("  ".join(words)),
+        ),
+        width,
+    )

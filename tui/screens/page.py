@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.binding import Binding
-from textual.message import Message
 from typing_extensions import override
 
 from kvd.wire.console import Filter
 from tui.model.commands import PAGES, RULES
-from tui.widgets.canvas import Ground, console
+from tui.widgets.canvas import Cursored, Ground, console
 from tui.widgets.table import HEAD_LINES, WindowedTable
 
 if TYPE_CHECKING:
@@ -59,8 +58,6 @@ class Page(Ground, can_focus=True):
     """Kinds of what can be opened here: ``lease`` of ``lease:7``."""
     TOLD: ClassVar[frozenset[str]] = frozenset()
     """Kinds of which the page itself tells all: they have no card over it."""
-    CAN_MOVE: ClassVar[bool] = False
-    """Whether arrows mean something without a table."""
     CAN_FILTER: ClassVar[bool] = False
     """Whether ``filter_by`` means something without a table."""
     HELP = "\n".join((KEYS_HELP, *(f"- `:{rule.usage}` {rule.help}" for rule in RULES)))
@@ -94,13 +91,6 @@ class Page(Ground, can_focus=True):
         Binding("z", "app.faults", "faults", show=False, tooltip="only what is wrong"),
     ]  # fmt: skip
 
-    class OpenRequested(Message):
-        """The page would have this opened."""
-
-        def __init__(self, ref: str) -> None:
-            super().__init__()
-            self.ref = ref
-
     DEFAULT_CSS = "Page { layout: vertical; width: 1fr; height: 1fr; }"
 
     def __init__(self) -> None:
@@ -117,6 +107,10 @@ class Page(Ground, can_focus=True):
         """The table that keys are about: moving, sorting, filtering; None for none."""
         tables = self.tables()
         return next((table for table in tables if table.is_active), None)
+
+    def cursored(self) -> Cursored | None:
+        """In what keys move the cursor: the table, unless a page has something else."""
+        return self.table()
 
     def activate(self, table: WindowedTable) -> None:
         """Keys are about this table from now on."""
@@ -190,8 +184,10 @@ class Page(Ground, can_focus=True):
         table = self.table()
         return table.columns if table is not None else ()
 
-    def filter_by(self, text: str) -> None:
-        """Show only what passes; for a page that has no table and says ``CAN_FILTER``."""
+    def filter_by(self, text: str, filters: tuple[Filter, ...]) -> None:
+        """Show only what passes; ``text`` is how that was written."""
+        if (table := self.table()) is not None:
+            table.set_filters(text, filters)
 
     def faults(self) -> str:
         """The filter that leaves only what is wrong; empty if none is known here."""
@@ -228,7 +224,7 @@ class Page(Ground, can_focus=True):
         """Whether a key means something here and now."""
         table = self.table()
         if action in MOVES:
-            return table is not None or self.CAN_MOVE
+            return self.cursored() is not None
         if action == "next_table":
             return len(self.tables()) > 1
         if action in {"sort", "wide"}:
@@ -257,28 +253,28 @@ class Page(Ground, can_focus=True):
 
     def action_move(self, rows: int) -> None:
         """So many rows down."""
-        if (table := self.table()) is not None:
-            table.move(rows)
+        if (lines := self.cursored()) is not None:
+            lines.move(rows)
 
     def action_screen(self, screens: int) -> None:
         """So many screens down."""
-        if (table := self.table()) is not None:
-            table.move(screens * max(1, table.page_rows - 1))
+        if (lines := self.cursored()) is not None:
+            lines.move_screens(screens)
 
     def action_shift(self, columns: int) -> None:
         """So many columns to the right."""
-        if (table := self.table()) is not None:
-            table.shift(columns)
+        if (lines := self.cursored()) is not None:
+            lines.shift(columns)
 
     def action_home(self) -> None:
         """To the first row."""
-        if (table := self.table()) is not None:
-            table.move_to_start()
+        if (lines := self.cursored()) is not None:
+            lines.move_to_start()
 
     def action_end(self) -> None:
         """To the last row."""
-        if (table := self.table()) is not None:
-            table.move_to_end()
+        if (lines := self.cursored()) is not None:
+            lines.move_to_end()
 
     def action_sort(self) -> None:
         """By the next column."""

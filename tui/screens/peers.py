@@ -43,7 +43,7 @@ class PeersPage(Page):
 
     DEFAULT_CSS = """
     PeersPage > #table-peers { height: 40%; }
-    PeersPage > PeerPanel { height: 1fr; }
+    PeersPage > #peer { height: 1fr; }
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class PeersPage(Page):
             rules=ColumnRules(peers.MATTERS, peers.HIDDEN),
             stands_for=peers.STANDS_FOR,
         )
-        yield PeerPanel(id="peer")
+        yield Canvas(id="peer")
 
     @property
     def peers(self) -> WindowedTable:
@@ -77,17 +77,25 @@ class PeersPage(Page):
             self.peers.title = f"{clean(snapshot.vitals.node)} <-> peers"
         super().show(snapshot)
         self.fit_height(self.peers)
-        panel = self.query_one(PeerPanel)
-        if panel.display:
-            panel.show(self.peers.named_row(), snapshot.now_s)
+        panel = self.query_one("#peer", Canvas)
+        width, height = panel.size
+        if panel.display and width:
+            row = self.peers.named_row()
+            lines = panel_lines(row, console(self), snapshot.now_s, width, height)
+            panel.paint(lines[:height])
 
 
 LEAST_CHART_LINES = 3
 UNKNOWN = "what goes between two other nodes, only they can tell"
 
 
-def panel_lines(row: NamedRow, app: KvdTui, now_s: float, width: int, height: int) -> list[Line]:
+def panel_lines(
+    row: NamedRow | None, app: KvdTui, now_s: float, width: int, height: int
+) -> list[Line]:
     """Its head, the charts where there is room for them, and the words."""
+    if row is None:
+        head = spans.headed((Styled("a peer", "head"),), width)
+        return [head, spans.line("  no peer is known", "dim")]
     words = word_lines(row, now_s, width)
     room = min(12, height - 1 - len(words))
     made = [_head(row, width)]
@@ -135,18 +143,3 @@ def word_lines(row: NamedRow, now_s: float, width: int) -> list[Line]:
     items = [(Styled(f"{name} ", "dim"), Styled(text, style)) for name, text, style in facts]
     made = spans.wrapped(items, width, 3)
     return [*made, spans.fit((Styled(UNKNOWN, "dim"),), width)]
-
-
-class PeerPanel(Canvas):
-    """Shows ``panel_lines``."""
-
-    def show(self, row: NamedRow | None, now_s: float) -> None:
-        """Show this peer as of ``now_s``; None: nothing is chosen."""
-        width, height = self.size.width, self.size.height
-        if not width or not height:
-            return
-        if row is None:
-            head = spans.headed((Styled("a peer", "head"),), width)
-            self.paint([head, (Styled("  no peer is known", "dim"),)])
-            return
-        self.paint(panel_lines(row, console(self), now_s, width, height)[:height])

@@ -8,6 +8,7 @@ from textual.binding import Binding
 from typing_extensions import override
 
 from tui.screens.page import EVICT, FLUSH, Page
+from tui.widgets.canvas import console
 from tui.widgets.card import WITH_PAGES, Card
 from tui.widgets.page_map import PageMapPanel
 from tui.widgets.pools import POOLS_QUERY, PoolTable
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from tui.model.snapshots import DaemonSnapshot
     from tui.model.tables import Slot
 
-SCREEN_ROWS = 8
-"""Lines of cells that a page key moves over: a map has no other screens."""
 NOTHING_LIT = "nothing is lit here: p on a node, r on a lease or client, o on the card of a page"
 
 
@@ -33,7 +32,6 @@ class PoolsPage(Page):
 
     NAME = "pools"
     REFS = ("page", "pool")
-    CAN_MOVE = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("e", "app.go('engines')", "engines", tooltip="who they are, and what they hold"),
         Binding("l", "lens", "lens", tooltip="the next one of the page map"),
@@ -60,6 +58,10 @@ class PoolsPage(Page):
     def map(self) -> PageMapPanel:
         """The map."""
         return self.query_one(PageMapPanel)
+
+    @override
+    def cursored(self) -> PageMapPanel:
+        return self.map
 
     @override
     def queries(self) -> tuple[Slot, ...]:
@@ -112,26 +114,6 @@ class PoolsPage(Page):
             return bool(self.screen.query_one(Card).ref)
         return super().check_action(action, parameters)
 
-    @override
-    def action_move(self, rows: int) -> None:
-        self.map.move(rows)
-
-    @override
-    def action_shift(self, columns: int) -> None:
-        self.map.move(0, columns)
-
-    @override
-    def action_screen(self, screens: int) -> None:
-        self.map.move(screens * SCREEN_ROWS)
-
-    @override
-    def action_home(self) -> None:
-        self.map.move_to(0)
-
-    @override
-    def action_end(self) -> None:
-        self.map.move_to(self.map.total_pages - 1)
-
     def action_lens(self) -> None:
         """Look at something else of the same pages."""
         self.map.next_lens()
@@ -174,11 +156,7 @@ class PoolsPage(Page):
         self._show_component(message.component)
         self._repaint()
 
-    def on_page_map_panel_opened(self) -> None:
-        """A page was clicked twice."""
-        self.post_message(self.OpenRequested(self.chosen()))
-
-    def on_page_map_panel_moved(self) -> None:
+    async def on_cursored_moved(self) -> None:
         """A page was clicked: the card goes with it."""
         if self.screen.query_one(Card).ref:
-            self.post_message(self.OpenRequested(self.chosen()))
+            await console(self).open(self.chosen())

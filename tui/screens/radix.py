@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from kvd.wire.console import MAX_OPENED
 from tui.screens.page import EVICT, FLUSH, Page
+from tui.widgets.canvas import console
 from tui.widgets.card import PAGES_OF
 from tui.widgets.table import ColumnRules, WindowedTable
 
@@ -77,6 +78,16 @@ class TreeTable(WindowedTable):
         super().show(snapshot)
         if self.data is not None and self.data is not before and self.sort == HOTTEST:
             self._follow_first(self.data)
+
+    @override
+    def shift(self, columns: int) -> None:
+        """In the tree: open or close a node, or go to the one below or above."""
+        if not self.is_tree:
+            super().shift(columns)
+        elif columns > 0 and not self.open_node():
+            self.move(1)
+        elif columns < 0 and not self.close_node():
+            self.to_parent()
 
     # ---- opening ----------------------------------------------------------------------------
 
@@ -193,17 +204,6 @@ class RadixPage(Page):
     def unfold(self) -> None:
         self.nodes.open_node()
 
-    @override
-    def action_shift(self, columns: int) -> None:
-        """In the tree: open or close a node, or go to the one below or above."""
-        nodes = self.nodes
-        if not nodes.is_tree:
-            super().action_shift(columns)
-        elif columns > 0 and not nodes.open_node():
-            nodes.move(1)
-        elif columns < 0 and not nodes.close_node():
-            nodes.to_parent()
-
     def action_nodes(self, view: str) -> None:
         """Show a list of nodes, or the tree again."""
         self.nodes.show_view(TREE if self.nodes.view == view else view)
@@ -220,6 +220,6 @@ class RadixPage(Page):
             nodes.show_view(TREE)
         nodes.set_sort("" if nodes.sort == HOTTEST else HOTTEST)
 
-    def action_pages_of(self) -> None:
+    async def action_pages_of(self) -> None:
         """Its pages on the page map."""
-        self.post_message(self.OpenRequested(PAGES_OF + self.nodes.chosen()))
+        await console(self).open(PAGES_OF + self.nodes.chosen())

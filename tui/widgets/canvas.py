@@ -12,6 +12,7 @@ from rich.text import Text
 from textual.containers import Container
 from textual.content import Content
 from textual.geometry import Region, Size
+from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 from typing_extensions import override
@@ -75,7 +76,8 @@ class Canvas(Widget, can_focus=False):
 
     def __init__(self, *, name: str | None = None, id: str | None = None) -> None:  # noqa: A002
         super().__init__(name=name, id=id, markup=False)
-        self._lines: Sequence[Line] = ()
+        self.lines: Sequence[Line] = ()
+        """What is shown."""
         self._strips: dict[int, Strip] = {}
         self._looks: dict[tuple[str, str], Style] = {}
         """By style and what is under it, with what the widget stands on."""
@@ -83,9 +85,9 @@ class Canvas(Widget, can_focus=False):
 
     def paint(self, lines: Sequence[Line]) -> None:
         """Show these lines, the first one at the top."""
-        before, self._lines = self._lines, tuple(lines)
+        before, self.lines = self.lines, tuple(lines)
         rows = max(len(before), len(lines))
-        changed = [at for at in range(rows) if _at(before, at) != _at(self._lines, at)]
+        changed = [at for at in range(rows) if _at(before, at) != _at(self.lines, at)]
         for at in changed:
             self._strips.pop(at, None)
         if changed:
@@ -94,7 +96,7 @@ class Canvas(Widget, can_focus=False):
     def make_lines(self, width: int, height: int) -> Sequence[Line]:
         """All lines at this size; of a widget that has no more to say those that are there."""
         del width, height
-        return self._lines
+        return self.lines
 
     def redraw(self) -> None:
         """Make the lines anew, and have those painted that differ from what is there."""
@@ -124,11 +126,6 @@ class Canvas(Widget, can_focus=False):
         self.wheel(-WHEEL_LINES)
 
     @property
-    def lines(self) -> Sequence[Line]:
-        """What is shown."""
-        return self._lines
-
-    @property
     @override
     def size(self) -> Size:
         return self.outer_size  # Textual looks for borders and scrollbars each time: there are none
@@ -154,7 +151,7 @@ class Canvas(Widget, can_focus=False):
 
     def _strip(self, y: int, filters: Sequence[LineFilter]) -> Strip:
         looks, segments = self._looks, list[Segment]()
-        for text, style, under in (*(_at(self._lines, y) or ()), BLANK):
+        for text, style, under in (*(_at(self.lines, y) or ()), BLANK):
             look = looks.get((style, under)) or self._look(style, under, filters)
             segments.append(Segment(text, look))
         blank = segments.pop().style
@@ -172,6 +169,67 @@ class Canvas(Widget, can_focus=False):
             segments = each.apply(segments, self.background_colors[1])
         made = self._looks[style, under] = segments[0].style or look
         return made
+
+
+class Cursored(Canvas):
+    """Lines among which keys and the mouse move a cursor; ``total``: how many there are."""
+
+    class Moved(Message):
+        """The cursor is on another line, or what to ask for has changed."""
+
+        def __init__(self, canvas: Cursored) -> None:
+            super().__init__()
+            self.canvas = canvas
+
+    class Opened(Moved):
+        """A line was clicked twice."""
+
+    head_lines = 1
+    """Above those lines."""
+
+    def __init__(self, *, id: str) -> None:  # noqa: A002
+        super().__init__(id=id)
+        self._first = self._cursor = 0
+        """The line at the top, and the one with the cursor."""
+
+    @property
+    def total(self) -> int:
+        """How many lines the cursor may be on."""
+        raise NotImplementedError
+
+    @property
+    def page_rows(self) -> int:
+        """Lines that there is room for."""
+        return max(1, self.size.height - self.head_lines)
+
+    def move(self, rows: int) -> None:
+        """So many lines down; the cursor stops at both ends."""
+        raise NotImplementedError
+
+    def move_screens(self, screens: int) -> None:
+        """So many screens down."""
+        self.move(screens * max(1, self.page_rows - 1))
+
+    def move_to_start(self) -> None:
+        """To the first line."""
+        self.move(-self.total)
+
+    def move_to_end(self) -> None:
+        """To the last line."""
+        self.move(self.total)
+
+    def shift(self, columns: int) -> None:
+        """So many columns to the right, where there are any."""
+
+    @override
+    def wheel(self, lines: int) -> None:
+        self.move(lines)
+
+    def _scroll(self) -> None:
+        """Keep the cursor on a line, the window around it, and that no further than the last."""
+        self._cursor = max(0, min(self._cursor, self.total - 1))
+        self._first = max(self._cursor - self.page_rows + 1, min(self._first, self._cursor))
+        self._first = max(0, min(self._first, self.total - self.page_rows))
 
 
 class Ground(Container):

@@ -78,8 +78,7 @@ class CommandBar(Container):
         self.mode, self._choose_from, self._at = mode, choices, 0
         self.app.clear_notifications()
         self.display = True
-        self.typed.value = mode + text
-        self.typed.cursor_position = len(self.typed.value)
+        self._put(text)
         # At once, not with the next message: the next key may be here already.
         self.screen.set_focus(self.typed)
         self.redraw()

@@ -13,11 +13,8 @@ from kvd.text import duration
 from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
 from tui.model.mirror import LinkConnecting, LinkDown, LinkLagging, LinkLive, LinkState
-from tui.widgets.canvas import Canvas
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from textual.app import ComposeResult
 
     from kvd.wire.console import Vitals
@@ -54,22 +51,18 @@ def head_line(vitals: Vitals | None, now: HeadStatus, width: int) -> Line:
     """How the daemon is and how old that is; what matters least goes first where room is short."""
     at_right = _picture(now)
     parts = _parts(vitals, now) if vitals is not None else []
-    while parts and _width(parts) + spans.width_of(at_right) + 2 > width:
+    room = width - spans.width_of(at_right) - 1
+    while parts and sum(spans.columns(part.text) + 2 for part in parts) > room:
         parts.pop()
-    at_left = [Styled(" ")]
-    for part in parts:
-        at_left += [part, Styled("  ")]
-    return spans.spread(spans.merged(at_left), (*at_right, Styled(" ")), width)
-
-
-def _width(parts: Sequence[Styled]) -> int:
-    return sum(spans.columns(part.text) + 2 for part in parts)
+    at_left = [span for part in parts for span in (Styled("  "), part)]
+    return spans.spread(spans.merged((Styled(" "), *at_left[1:])), (*at_right, Styled(" ")), width)
 
 
 def _parts(vitals: Vitals, now: HeadStatus) -> list[Styled]:
     """What is said, the most important first."""
     word, style = HEALTH.get(vitals.worst, ("LOOK", "warn"))
     up_s = max(0.0, vitals.at_s - vitals.started_s)
+    is_missing = vitals.peers_up < vitals.peers
     if isinstance(now.link_state, LinkDown):
         word, style = "LOST", "bad"
     made = [
@@ -82,7 +75,7 @@ def _parts(vitals: Vitals, now: HeadStatus) -> list[Styled]:
     if vitals.waiting:
         made.append(Styled(f"waiting {vitals.waiting}", "warn"))
     made += [
-        Styled(f"peers {vitals.peers_up}/{vitals.peers}", _peers_style(vitals)),
+        Styled(f"peers {vitals.peers_up}/{vitals.peers}", "warn" if is_missing else "plain"),
         Styled(f"engines {vitals.clients}"),
         Styled(f"lag {vitals.lag_s * 1000:.1f}ms", "warn" if vitals.lag_s > LAG_S else "dim"),
         Styled(f"up {duration(up_s) if up_s >= 60 else f'{up_s:.0f}s'}", "dim"),
@@ -91,10 +84,6 @@ def _parts(vitals: Vitals, now: HeadStatus) -> list[Styled]:
         cleaned(vitals.unit, "dim"),
     ]
     return [part for part in made if part.text]
-
-
-def _peers_style(vitals: Vitals) -> Style:
-    return "warn" if vitals.peers_up < vitals.peers else "plain"
 
 
 def _picture(now: HeadStatus) -> Line:
@@ -118,12 +107,6 @@ def _picture(now: HeadStatus) -> Line:
     if link:
         return link
     return (Styled(f"LIVE {now.fps:.2g}/s", "ok"), Styled(f" {now.clock}" if now.clock else ""))
-
-
-class Head(Canvas):
-    """The first line."""
-
-    DEFAULT_CSS = "Head { height: 1; }"
 
 
 class Foot(Footer):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from textual.message import Message
 from typing_extensions import override
 
 from kvd.text import age, clean, compact_bytes, thousands
@@ -17,7 +16,7 @@ from tui.draw import bars, spans
 from tui.draw import page_map as pages
 from tui.draw.page_map import Grid, MapWindow
 from tui.draw.spans import Line, Styled, TextBlock, cleaned
-from tui.widgets.canvas import NOT_HERE_YET, Canvas
+from tui.widgets.canvas import NOT_HERE_YET, Cursored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,16 +33,12 @@ OWNER_LINES = 3
 BESIDE_COLUMNS = 120
 """From this width on the histogram stands beside the legend."""
 BESIDE_LINES = 5
+SCREEN_ROWS = 8
+"""Lines of cells that a page key moves over: a map has no other screens."""
 
 
-class PageMapPanel(Canvas):
+class PageMapPanel(Cursored):
     """The map, its legend, and its keys' doing. ``asks`` is what to ask for."""
-
-    class Moved(Message):
-        """The cursor is on another page, by the mouse."""
-
-    class Opened(Message):
-        """A page was clicked twice."""
 
     def __init__(self) -> None:
         super().__init__(id="map")
@@ -78,14 +73,15 @@ class PageMapPanel(Canvas):
         return f"page:{self.component}:{self.page}"
 
     @property
-    def total_pages(self) -> int:
-        """Of the component; 0 until it is known."""
+    @override
+    def total(self) -> int:
+        """Pages of the component; 0 until it is known."""
         return self._totals.get(self.component, 0)
 
     @property
     def grid(self) -> Grid:
         """The lines that cells have, no more of them than the component fills."""
-        width, total = max(1, self.size.width), self.total_pages
+        width, total = max(1, self.size.width), self.total
         room = max(1, self.size.height - 2 - self._foot_lines)
         grid = Grid(width, 1, "letters" if self.app.no_color else "blocks")
         needed = -(-total // (width * grid.each)) if total else room
@@ -105,7 +101,7 @@ class PageMapPanel(Canvas):
 
     def asks(self) -> tuple[MapQuery, ...]:
         """The map as it fits, and how many pages everybody has, where the lens does not say."""
-        total, grid, mark = self.total_pages, self.grid, self.mark
+        total, grid, mark = self.total, self.grid, self.mark
         if total:
             first, each = self._window(total, grid)
             count = min(grid.cells, -(-(total - first) // each))
@@ -231,7 +227,24 @@ class PageMapPanel(Canvas):
 
     # ---- moving -----------------------------------------------------------------------------
 
-    def move(self, rows: int = 0, columns: int = 0) -> None:
+    @override
+    def move_screens(self, screens: int) -> None:
+        self.move(screens * SCREEN_ROWS)
+
+    @override
+    def move_to_start(self) -> None:
+        self.move_to(0)
+
+    @override
+    def move_to_end(self) -> None:
+        self.move_to(self.total - 1)
+
+    @override
+    def shift(self, columns: int) -> None:
+        self.move(0, columns)
+
+    @override
+    def move(self, rows: int, columns: int = 0) -> None:
         """The cursor to another cell; the window goes with it."""
         shown, grid = self._shown, self.grid
         if shown is None or not shown.cells:
@@ -253,13 +266,13 @@ class PageMapPanel(Canvas):
 
     def move_to(self, page: int) -> None:
         """The cursor to this page; the window to where it is."""
-        self.page = max(0, min(page, self.total_pages - 1)) if self.total_pages else max(0, page)
+        self.page = max(0, min(page, self.total - 1)) if self.total else max(0, page)
         self._see()
         self.redraw()
 
     def _see(self) -> None:
         """Move the window so that the cursor is in it."""
-        total, grid, window = self.total_pages, self.grid, self.window
+        total, grid, window = self.total, self.grid, self.window
         if not total:
             return
         self.page = max(0, min(self.page, total - 1))
@@ -276,7 +289,7 @@ class PageMapPanel(Canvas):
 
     def zoom(self, times: float) -> None:
         """Closer, or farther where ``times`` is under 1, so that the cursor stays where it is."""
-        total, grid = self.total_pages, self.grid
+        total, grid = self.total, self.grid
         if not total:
             return
         now = self._window(total, grid)
@@ -321,7 +334,7 @@ class PageMapPanel(Canvas):
             return
         self.page = pages.pages_of(shown, cell).start
         self.redraw()
-        self.post_message(self.Opened() if event.chain == 2 else self.Moved())
+        self.post_message(self.Opened(self) if event.chain == 2 else self.Moved(self))
 
     @override
     def wheel(self, lines: int) -> None:

@@ -73,6 +73,8 @@ SAVED = ".saved"
 """After the name of a component: the area for what is saved of retracted leases."""
 WORDS = ("tier", "extent", "interior", "companions", "window", "buffer", "tag")
 """Of the chosen component, in words."""
+SHORT_STATES = {"quarantined": "quar.", "does not add up": "broken"}
+"""Where there is room for a column and no sentence."""
 USUAL = "nhd"
 """How pages lie inside, unless somebody says otherwise: it goes without saying."""
 
@@ -241,6 +243,7 @@ class PoolTable(Canvas):
             share = cell / max(1, sum(pages[:4]))
             style: spans.Style = "ok" if share > PLENTY else "warn" if share > SHORT else "bad"
             return cells.CellText(f"{compact(cell)} {100 * share:.0f}%", style)
+        cell = SHORT_STATES.get(str(cell), cell)
         shown = cells.show(cell, kind, row.at_s, figure.width)
         if cell == 0 and kind in {"pages", "count"}:
             return shown._replace(style="dim")

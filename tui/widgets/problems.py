@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvd.wire.console import TableRow
+    from tui.draw.spans import Style
 
 TELLING_COLUMNS, WIDE_COLUMNS = 60, 120
 """From here on a failure has how long ago it was beside when; a problem when beside how long."""
@@ -27,6 +28,13 @@ SMALL_LINES = 10
 """With less room the one under the cursor has what the next one leaves it."""
 NEXT_LINES = 1
 """Of the next one, so that one knows that there is more."""
+
+
+SEVERITIES: dict[str, tuple[str, Style]] = {
+    "high": ("!", "bad"),
+    "medium": ("▲", "warn"),
+    "low": ("·", "dim"),
+}
 
 
 class ProblemCards(WindowedTable):
@@ -69,7 +77,7 @@ class ProblemCards(WindowedTable):
         data = self.data
         if data is None or not data.total:
             words = NOT_HERE_YET if data is None else data.trouble or self._nothing()
-            return [self._caption(words, width)]
+            return [self._caption((words,), width)]
         lines = [self._caption(self._place_words(data), width)]
         self._rows_at = []
         for index in range(self._first, data.total):
@@ -81,9 +89,7 @@ class ProblemCards(WindowedTable):
             for at, line in enumerate(card):
                 mark = Styled("▸ " if is_chosen and not at else "  ", "key")
                 made = spans.fit((mark, *line), width)
-                if is_chosen:
-                    made = tuple(span._replace(under="cursor") for span in made)
-                lines.append(made)
+                lines.append(spans.pointed_at(made) if is_chosen else made)
                 self._rows_at.append(index)
             if len(lines) >= height:
                 break
@@ -94,7 +100,7 @@ class ProblemCards(WindowedTable):
 
     def _head(self, row: NamedRow) -> tuple[Styled, Styled]:
         """How grave, and for how long."""
-        letter, style = cells.severity(row)
+        letter, style = cells.lettered(row.text("severity"), SEVERITIES)
         since_s = row.number("since")
         ago = "" if since_s is None else f"for {age(self._now_s - since_s)}"
         if since_s is not None and self.size.width >= WIDE_COLUMNS:

@@ -10,18 +10,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
-from textual.message import Message
 from typing_extensions import override
 
 from kvd.filters import KEY
-from kvd.text import clean, counted
+from kvd.text import age, clean, counted
 from kvd.wire.console import MAX_FILTERS, MAX_ROWS, Filter, Query, TableRow
 from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
 from tui.draw.spans import columns as width_of
 from tui.model import cells
 from tui.model.columns import NamedRow, heading, places
-from tui.widgets.canvas import NOT_HERE_YET, Canvas, console
+from tui.model.snapshots import FRESH_S
+from tui.widgets.canvas import NOT_HERE_YET, Cursored, console
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -149,6 +149,8 @@ HEAD_LINES = 2
 """The caption and the names of the columns."""
 GUTTER = 2
 """For the cursor, which is a character, not a colour."""
+RULES = 6
+"""Columns of the rules at both ends of a caption, and between its words."""
 WIDEST = 96
 """Columns of a terminal that one cell may take."""
 
@@ -168,7 +170,7 @@ class _Cells(msgspec.Struct):
     fit: Fit | None = None
 
 
-class WindowedTable(Canvas):
+class WindowedTable(Cursored):
     """A window of one view of the daemon.
 
     ``asks`` is what to ask for, ``show`` paints the answer. ``rules`` say which columns matter
@@ -179,18 +181,7 @@ class WindowedTable(Canvas):
     look as their kind does. ``rates`` hear every new table, also while the screen stands still.
     """
 
-    class Moved(Message):
-        """The cursor is on another row, or what to ask for has changed."""
-
-        def __init__(self, table: WindowedTable) -> None:
-            super().__init__()
-            self.table = table
-
-    class Opened(Moved):
-        """A row was clicked twice."""
-
     head_lines = HEAD_LINES
-    """Above the rows."""
 
     def __init__(
         self,
@@ -228,11 +219,9 @@ class WindowedTable(Canvas):
         self._painters = painters if painters is not None else {}
         self._stands_for = stands_for if stands_for is not None else {}
         self._rates = tuple(rates)
-        self._measured: TableData | None = None
         self._now_s = 0.0
-        self._first = 0
-        """The row at the top."""
-        self._cursor = 0
+        self.seen_ago_s = 0.0
+        """How old the rows are."""
         self._key = ""
         self._is_following = False
         """Whether the cursor goes with its row: once it was moved there."""
@@ -245,9 +234,9 @@ class WindowedTable(Canvas):
     # ---- what to ask ------------------------------------------------------------------------
 
     @property
-    def page_rows(self) -> int:
-        """Rows that there is room for."""
-        return max(1, self.size.height - self.head_lines)
+    @override
+    def total(self) -> int:
+        return self.data.total if self.data is not None else 0
 
     def asks(self) -> Query:
         """What to ask for: what is shown, and half a screen more, so that small steps are here."""
@@ -290,14 +279,9 @@ class WindowedTable(Canvas):
 
     def show(self, snapshot: DaemonSnapshot) -> None:
         """Paint what changed since the last time."""
-        self._now_s = snapshot.now_s
-        if self._rates:
-            newest = console(self).mirror.history.newest.table(self.asks())
-            if newest is not None and newest is not self._measured:
-                self._measured = newest
-                for rates in self._rates:
-                    rates.take(newest)
         asked = self.asks()
+        for rates in self._rates:
+            rates.take(console(self).mirror.history.newest.table(asked))
         data = snapshot.table(asked)
         if data is not None and data is not self.source:
             self.source = data
@@ -306,6 +290,9 @@ class WindowedTable(Canvas):
         elif data is None and self.source is not None and self.source.slot.filters != asked.filters:
             self.source = self.data = None  # rows that nobody asks for, and no key is to be about
             self._key = ""
+        # A window that was not asked for lately is as it was then, and says so.
+        self.seen_ago_s = snapshot.now_s - self.data.at_s if self.data is not None else 0.0
+        self._now_s = snapshot.now_s - (self.seen_ago_s if self.seen_ago_s > FRESH_S else 0.0)
         self.redraw()
 
     def _place(self) -> None:
@@ -316,17 +303,9 @@ class WindowedTable(Canvas):
             was, self._cursor = self._cursor, data.slot.first + data.order.index(self._key)
             if self._cursor != was and not 0 <= self._cursor - self._first < self.page_rows:
                 self._first = self._cursor - min(self.page_rows - 1, max(0, was - self._first))
-        self._cursor = max(0, min(self._cursor, data.total - 1))
         self._scroll()
         self._key = self._key_at(self._cursor)
         self._known = {key: row for key, row in self._known.items() if key in data.rows}
-
-    def _scroll(self) -> None:
-        """Move the window so that the cursor is in it, and no further than the last row."""
-        total = self.data.total if self.data is not None else 0
-        rows = self.page_rows
-        self._first = max(self._cursor - rows + 1, min(self._first, self._cursor))
-        self._first = max(0, min(self._first, total - rows))
 
     def _key_at(self, index: int) -> str:
         data = self.data
@@ -338,9 +317,8 @@ class WindowedTable(Canvas):
         data = self.data
         if data is None:
             is_frozen = console(self).mirror.history.is_frozen
-            return [
-                self._caption("frozen: not in this picture" if is_frozen else NOT_HERE_YET, width)
-            ]
+            why = "frozen: not in this picture" if is_frozen else NOT_HERE_YET
+            return [self._caption((why,), width)]
         shown = [
             (index, self._key_at(index))
             for index in range(self._first, min(self._first + self.page_rows, data.total))
@@ -402,27 +380,30 @@ class WindowedTable(Canvas):
 
     # ---- lines ------------------------------------------------------------------------------
 
-    def _place_words(self, data: TableData) -> str:
-        """Which rows these are, of how many, and in what order."""
+    def _place_words(self, data: TableData) -> tuple[str, ...]:
+        """Which rows these are, of how many, how old, and in what order: what matters first."""
         last = min(self._first + self.page_rows, data.total)
         words = [f"{min(self._first + 1, last)}-{last} of {data.total}"]
+        if self.seen_ago_s > FRESH_S:
+            words.append(f"seen {age(self.seen_ago_s)} ago")
         if data.of != data.total:
             words[0] += f" (of {data.of})"
         if self.sort:
             words.append(f"by {self.sort}")
         if self._fit.hidden and self.head_lines == HEAD_LINES:
             words.append(f"{counted(self._fit.hidden, 'column')} hidden")
-        return " · ".join(words)
+        return tuple(words)
 
-    def _caption(self, words: str, width: int) -> Line:
+    def _caption(self, words: Sequence[str], width: int) -> Line:
         title: Line = (cleaned(self.title, "head" if self.is_active else "dim"),)
         if self.pinned:
             title = (cleaned(f"only {self.pinned}, Esc: all", "key"),)
         elif self.filters:
             title = (*title, Styled(" /", "key"), cleaned(self.filter_text, "key"))
-        return spans.ruled(
-            title, (cleaned(words, "dim"),), width, is_lit=self.is_active and self.has_keys
-        )
+        while len(words) > 1 and len(" · ".join(words)) + spans.width_of(title) + RULES > width:
+            words = words[:-1]
+        tail = (cleaned(" · ".join(words), "dim"),)
+        return spans.ruled(title, tail, width, is_lit=self.is_active and self.has_keys)
 
     def _names(self, data: TableData) -> Line:
         made = [Styled(" " * GUTTER)]
@@ -443,7 +424,7 @@ class WindowedTable(Canvas):
         made = (Styled(mark, "key"), *self._cells(key, texts))
         if not is_chosen:
             return spans.merged(made)
-        return tuple(span._replace(under="cursor") for span in spans.fit(made, self.size.width))
+        return spans.pointed_at(spans.fit(made, self.size.width))
 
     def _cells(self, key: str, texts: Sequence[CellLook]) -> Line:
         """A row without its cursor."""
@@ -466,27 +447,25 @@ class WindowedTable(Canvas):
 
     # ---- moving -----------------------------------------------------------------------------
 
+    @override
     def move(self, rows: int) -> None:
-        """Move the cursor; it stops at both ends."""
         self._go(self._cursor + rows)
 
-    def move_to_end(self) -> None:
-        """To the last row."""
-        self._go(self.data.total - 1 if self.data is not None else 0)
-
+    @override
     def move_to_start(self) -> None:
         """To the first row; the cursor then stays at the top, whatever comes there."""
         self._go(0)
         self._is_following = False
 
     def _go(self, index: int) -> None:
-        total = self.data.total if self.data is not None else 0
-        self._cursor = max(0, min(index, total - 1))
+        self._cursor = index
+        self._scroll()
         self._key = self._key_at(self._cursor)
         self._is_following = True
-        self._scroll()
-        self._touch()
+        self.redraw()
+        self.post_message(self.Moved(self))
 
+    @override
     def shift(self, columns: int) -> None:
         """Look at the columns further right, or left again."""
         most = max(0, len(self.columns) - 2)
@@ -558,20 +537,10 @@ class WindowedTable(Canvas):
         """By this column, the other way round if it is sorted by it; figures from the largest."""
         name = self._stands_for.get(name, name)
         kind = next((column.kind for column in self.columns if column.name == name), "")
-        falling = f"-{name}" if name else ""
+        is_falling = kind in cells.FIGURES - {"since", "until"}
         if self.sort.removeprefix("-") == name:
-            self.reverse()
-            return
-        self.set_sort(falling if kind in cells.FIGURES - {"since", "until"} else name)
-
-    def reverse(self) -> None:
-        """Sort the other way round."""
-        if self.sort:
-            self.set_sort(self.sort[1:] if self.sort.startswith("-") else f"-{self.sort}")
-
-    def _touch(self) -> None:
-        self.redraw()
-        self.post_message(self.Moved(self))
+            is_falling = not self.sort.startswith("-")
+        self.set_sort(f"-{name}" if name and is_falling else name)
 
     # ---- the mouse --------------------------------------------------------------------------
 
@@ -591,10 +560,6 @@ class WindowedTable(Canvas):
             self._go(index)
             if event.chain == 2:
                 self.post_message(self.Opened(self))
-
-    @override
-    def wheel(self, lines: int) -> None:
-        self.move(lines)
 
     @override
     def on_resize(self) -> None:
