@@ -11,7 +11,8 @@ is the floor.
 Then second turns, behind the loss of the decode engine's own cache: a prompt, its answer and a few
 tokens more. How much of that comes from the other node again, and when the first token is there.
 
-Needs ``KVD_VLLM_PYTHON``, an environment with vLLM and kvd, and for the reference ``nixl`` in it.
+Needs ``KVD_VLLM_PYTHON``, an environment with vLLM and kvd, and for the reference ``nixl`` in it,
+or on ``PYTHONPATH``.
 """
 
 from __future__ import annotations
