@@ -8,7 +8,11 @@ answer: all that a handoff adds. Both are noted in vLLM's schedulers, by the one
 so is where the time between them goes. A first token of a prompt that the decode engine has itself
 is the floor.
 
-Needs ``KVD_VLLM_PYTHON``, an environment with vLLM and kvd, and for the reference ``nixl`` in it.
+Then second turns, behind the loss of the decode engine's own cache: a prompt, its answer and a few
+tokens more. How much of that comes from the other node again, and when the first token is there.
+
+Needs ``KVD_VLLM_PYTHON``, an environment with vLLM and kvd, and for the reference ``nixl`` in it,
+or on ``PYTHONPATH``.
 """
 
 from __future__ import annotations
@@ -34,8 +38,10 @@ from benchmarks.served_vllm import (
     ServedVllm,
     answer_of,
     busy_of,
+    counted,
     engine_arguments,
     kvd_transfer,
+    lose_cache,
     model_in,
     prompts,
     settings_of,
@@ -59,6 +65,9 @@ NIXL_PAUSE_US: Final = 100
 WARM_UP: Final = 3
 """Prompts of each pair that do not count."""
 
+TURN_PROMPT, TURN_ANSWER, TURN_MORE = 1000, 32, 32
+"""Tokens of a first turn, of its answer, and what the second one has behind these."""
+
 STAGES: Final = {
     "answered": "the answer of the prefill engine, the proxy, the decode engine's HTTP",
     "matched": "until the decode engine's connector says how much there is",
@@ -77,6 +86,13 @@ COLUMNS: Final = (
     ResultColumn("client_ms", "... at the client, median ms", ".1f"),
     ResultColumn("whole_ms", "whole request, median ms", ".0f"),
     ResultColumn("busy_ms", "of processors, ms a request", ".0f"),
+)
+TURN_COLUMNS: Final = (
+    ResultColumn("connector", "connector"),
+    ResultColumn("router", "router"),
+    ResultColumn("sent_mb", "sent again, median MB", ".2f"),
+    ResultColumn("median_ms", "first token after the prompt, median ms", ".1f"),
+    ResultColumn("client_ms", "... at the client, median ms", ".1f"),
 )
 STAGE_COLUMNS: Final = (
     ResultColumn("connector", "connector"),
@@ -121,9 +137,11 @@ class MeasuredPair:
         decode: MarkedVllm,
         folder: Path,
         *,
+        block_bytes: int,
         more: Sequence[int] = (),
     ) -> None:
         self.connector, self.router = connector, router
+        self._block_bytes = block_bytes
         self._prefill, self._decode = prefill, decode
         self.port = free_port()
         in_turn = ["--in-turn"] if router == "in turn" else []
@@ -141,10 +159,35 @@ class MeasuredPair:
         )
         self._leaders = [prefill.pid, decode.pid, self._proxy.pid, *more]
         self.rows: list[dict[str, float]] = []
-        self.tokens: list[int] = []
+        self.turns: list[dict[str, float]] = []
 
     def ask(self, ids: Sequence[int]) -> None:
         """One prompt; what came of it is one more row."""
+        self.rows.append(self._asked(ids))
+
+    def ask_again(self, ids: Sequence[int], more: Sequence[int]) -> None:
+        """Two turns; what came of the second one is one more of these.
+
+        What the decode engine has itself is lost before it.
+        """
+        answer = answer_of(self.port, ids, tokens=TURN_ANSWER)
+        time.sleep(QUIET_S)
+        lose_cache(self._decode.port, self._decode.name)
+        kvd, nixl = self._sent()
+        row = self._asked([*ids, *answer.tokens, *more])
+        kvd, nixl = (now - before for now, before in zip(self._sent(), (kvd, nixl), strict=True))
+        # Of what kvd has received the last page may be a part of one, and is sent as a whole.
+        self.turns.append(row | {"sent": -(-kvd // BLOCK) * self._block_bytes + nixl})
+
+    def _sent(self) -> tuple[float, float]:
+        """What has come from the other node: tokens by kvd, bytes by NIXL."""
+        port = self._decode.port
+        return (
+            counted(port, "vllm:kvd_received_tokens_total"),
+            counted(port, "vllm:nixl_bytes_transferred_sum"),
+        )
+
+    def _asked(self, ids: Sequence[int]) -> dict[str, float]:
         time.sleep(QUIET_S)
         before_s, began_s = busy_of(self._leaders), time.monotonic()
         answer = answer_of(self.port, ids, tokens=1)
@@ -163,8 +206,7 @@ class MeasuredPair:
             "whole": over_s - began_s,
             "busy": busy_s,
         }
-        self.rows.append(row | {f"{stage}_s": took for stage, took in stages(decoded, end_s)})
-        self.tokens += answer.tokens
+        return row | {f"{stage}_s": took for stage, took in stages(decoded, end_s)}
 
     def median(self, key: str) -> float:
         """Of all rows, in milliseconds."""
@@ -190,6 +232,20 @@ class MeasuredPair:
             "client_ms": self.median("client"),
             "whole_ms": self.median("whole"),
             "busy_ms": 1000 * statistics.fmean(row["busy"] for row in self.rows),
+        }
+
+    def turn_median(self, key: str) -> float:
+        """Of all second turns, in seconds or bytes."""
+        return statistics.median(turn[key] for turn in self.turns)
+
+    def turn_row(self) -> Measured:
+        """The table's of second turns."""
+        return {
+            "connector": self.connector,
+            "router": self.router,
+            "sent_mb": self.turn_median("sent") / 1e6,
+            "median_ms": 1000 * self.turn_median("first"),
+            "client_ms": 1000 * self.turn_median("client"),
         }
 
     def stage_row(self) -> Measured:
@@ -232,7 +288,8 @@ class BothEngines:
             found = []
             for name, transfer in transfers.items():
                 told = [*self._arguments, "--kv-transfer-config", json.dumps(transfer)]
-                served = MarkedVllm(name, self._folder, told, environments.get(name, {}))
+                environment = {"VLLM_SERVER_DEV_MODE": "1", **environments.get(name, {})}
+                served = MarkedVllm(name, self._folder, told, environment)
                 ends.callback(served.stop)
                 found.append(served)
             for served in found:
@@ -246,10 +303,11 @@ def nixl_transfer(role: str) -> dict[str, object]:
 
 
 class AskedOf(NamedTuple):
-    """What each pair is asked."""
+    """What each pair is asked, and bytes of a block."""
 
     rounds: int
     prompt_tokens: int
+    block_bytes: int
 
 
 def measure(told: Told, pairs: Sequence[MeasuredPair], asks: AskedOf) -> None:
@@ -261,6 +319,11 @@ def measure(told: Told, pairs: Sequence[MeasuredPair], asks: AskedOf) -> None:
             pair.ask(next(each))
             if number < WARM_UP:
                 pair.rows.clear()
+    firsts, mores = prompts(2, TURN_PROMPT), prompts(3, TURN_MORE)
+    for number in range(asks.rounds):
+        told(f"{pairs[0].connector}, second turns: {number + 1} of {asks.rounds}")
+        for pair in pairs:
+            pair.ask_again(next(firsts), next(mores))
 
 
 @contextlib.contextmanager
@@ -288,7 +351,9 @@ def measured_kvd(
         leaders = [daemons.prefill.pid, daemons.decode.pid]
         with both.serving(transfers, {}) as engines:
             made = [
-                MeasuredPair("kvd", router, *engines, folder, more=leaders)
+                MeasuredPair(
+                    *("kvd", router, *engines, folder), block_bytes=asks.block_bytes, more=leaders
+                )
                 for router in ("at once", "in turn")
             ]
             with stopping(*made) as pairs:
@@ -312,7 +377,8 @@ def measured_nixl(told: Told, both: BothEngines, folder: Path, asks: AskedOf) ->
         "nixl-decode": nixl_transfer("kv_consumer"),
     }
     with both.serving(transfers, side) as engines:
-        made = [MeasuredPair("NixlConnector", "in turn", *engines, folder)]
+        where = ("NixlConnector", "in turn", *engines, folder)
+        made = [MeasuredPair(*where, block_bytes=asks.block_bytes)]
         with stopping(*made) as pairs:
             measure(told, pairs, asks)
     return made
@@ -331,12 +397,14 @@ def run(
     """From the last of a prompt at one vLLM to the first token of its answer at another."""
     if not os.environ.get("KVD_VLLM_PYTHON"):
         raise ChildFailed("KVD_VLLM_PYTHON names no environment with vLLM: make setup-vllm")
-    asks = AskedOf(rounds, prompt_tokens)
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as name:
         folder = Path(name)
         if model is None:
             told("the model")
             model = model_in(folder)
+        pool = settings_of(model, 1)
+        block_bytes = int(pool["pool.layers"]) * int(pool["pool.page_bytes"])
+        asks = AskedOf(rounds, prompt_tokens, block_bytes)
         both = BothEngines(model, folder, chunk=chunk, prompt_tokens=prompt_tokens)
         measured = measured_kvd(told, both, folder, model, asks, parts=parts)
         if nixl:
@@ -346,6 +414,13 @@ def run(
     if nixl:
         share = best["kvd"] / best["NixlConnector"]
         goals.append(at_most("kvd at once, of NixlConnector's time", 0.8, share))
+        by_router = {(pair.connector, pair.router): pair for pair in measured}
+        ours, theirs = by_router["kvd", "in turn"], by_router["NixlConnector", "in turn"]
+        for key, said, wanted in (("sent", "bytes", 0.1), ("first", "time", 0.5)):
+            share = ours.turn_median(key) / theirs.turn_median(key)
+            goals.append(
+                at_most(f"a second turn, in turn, of NixlConnector's {said}", wanted, share)
+            )
     title = f"A prompt of {prompt_tokens} tokens, computed {chunk} at a time"
     rows = tuple(pair.row() for pair in measured)
     stage_rows = tuple(pair.stage_row() for pair in measured)
@@ -353,6 +428,12 @@ def run(
         tables=(
             ResultTable(title, COLUMNS, rows),
             ResultTable("Where the time goes, medians in ms", STAGE_COLUMNS, stage_rows),
+            ResultTable(
+                f"A second turn of {TURN_PROMPT + TURN_ANSWER + TURN_MORE} tokens, the decode "
+                "engine's own cache lost",
+                TURN_COLUMNS,
+                tuple(pair.turn_row() for pair in measured),
+            ),
         ),
         goals=tuple(goals),
         notes=tuple(f"{stage}: {what}" for stage, what in STAGES.items()),

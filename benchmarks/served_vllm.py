@@ -177,6 +177,29 @@ def answer_of(port: int, ids: Sequence[int], *, tokens: int) -> Answer:
     return Answer(tuple(found), first_at_s, n_cached)
 
 
+def lose_cache(port: int, name: str) -> None:
+    """Drop vLLM's own cache, and nothing behind it; needs ``VLLM_SERVER_DEV_MODE``.
+
+    Raises:
+        ChildFailed: blocks are still in use.
+    """
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=ASK_S)
+    with contextlib.closing(link):
+        link.request("POST", "/reset_prefix_cache")
+        if not json.loads(link.getresponse().read()).get("success"):
+            raise ChildFailed(f"{name}: blocks are still in use")
+
+
+def counted(port: int, name: str) -> float:
+    """What a counter of vLLM's ``/metrics`` has come to; 0 where it has none of that name."""
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=ASK_S)
+    with contextlib.closing(link):
+        link.request("GET", "/metrics")
+        told = link.getresponse().read().decode()
+    lines = (line for line in told.splitlines() if line.startswith((f"{name} ", f"{name}{{")))
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
 def busy_of(leaders: Collection[int]) -> float:
     """Seconds of processors of all processes of these sessions so far."""
     found_s = 0.0

@@ -20,7 +20,6 @@ Needs ``KVD_VLLM_PYTHON``, an environment with vLLM and kvd; for LMCache that to
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import statistics
@@ -34,7 +33,6 @@ import msgspec
 
 from benchmarks.harness import benchmark
 from benchmarks.served_vllm import (
-    ASK_S,
     BLOCK,
     ServedEngine,
     ServedVllm,
@@ -42,6 +40,7 @@ from benchmarks.served_vllm import (
     busy_of,
     engine_arguments,
     kvd_transfer,
+    lose_cache,
     model_in,
     prompts,
     settings_of,
@@ -175,11 +174,7 @@ class MeasuredVllm:
         Raises:
             ChildFailed: blocks are still in use.
         """
-        link = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ASK_S)
-        with contextlib.closing(link):
-            link.request("POST", "/reset_prefix_cache")
-            if not json.loads(link.getresponse().read()).get("success"):
-                raise ChildFailed(f"{self.name}: blocks are still in use")
+        lose_cache(self._port, self.name)
 
     def idle(self) -> float:
         """Seconds of processors in a second in which nothing is asked."""

@@ -27,7 +27,7 @@ MOST_CALLS = 194
 MOST = {
     "socket.send": 2,  # the prompt, whose answer is a lease; and that it is over
     "Encoder.encode": 2,
-    "pack": 1,  # of all tokens of the prompt
+    "Struct.pack": 1,  # of all tokens of the prompt
     "poll.poll": 2,  # a look at the daemon before each message
 }
 """Of what is not Python: what one more of costs as much as twenty calls."""

@@ -66,6 +66,7 @@ class Forks:
                 env=os.environ | own,
             )
         self.started = 0
+        self._log = directory
 
     def run(self, model, daemon=None, asks=({},), options=None, beside=None, breaks="", **engine):
         """What one engine answers, and its log."""
@@ -84,7 +85,7 @@ class Forks:
     def _tell(self, model, daemon, options, beside, engine, **asked):
         """Have one forked; its log."""
         self.started += 1
-        log = self._directory / f"engine-{self.started}.log"
+        self._log = log = self._directory / f"engine-{self.started}.log"
         engine["model"] = str(model)
         asked["environment"] = engine.pop("environment", {})
         asked["waits"] = dict.fromkeys(WAITS, COMES_S)
@@ -100,6 +101,12 @@ class Forks:
         found, log = self.run(*where, **how)
         assert isinstance(found, list), f"{found}\n{log[-3000:]}"
         return found
+
+    @property
+    def told(self):
+        """What the last engine has said of kvd: why it has not done what was wanted."""
+        lines = self._log.read_text().splitlines()
+        return "\n".join(line[:400] for line in lines if "kvd" in line or "daemon" in line)
 
     def close(self):
         self._process.stdin.close()

@@ -14,7 +14,7 @@ from tests.gpu.vllm import PARTS
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="KVD_VLLM_PYTHON names no environment with vLLM"),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(3600),  # ten engines one after the other: a quarter of an hour, or more
 ]
 
 

@@ -1,12 +1,14 @@
 """Real engines of every kind of KV cache that vLLM has on a CPU: served, or refused in words.
 
 Each is compared with the same engine without kvd: a first one token by token, and a second one,
-which does find what the first has cached, with one that has found as much in vLLM's own cache. The
-blocks that it has loaded are compared with those that the first has computed, byte by byte. Where
-layers have windows or states, so that vLLM takes blocks of a request back while that goes on, also
-with caches too small for what runs, with prompts in chunks, with requests that are taken back, and
-over the turns of a conversation. And prompts are handed from one node to another. All that takes
-nine minutes on two cores that have much else to do.
+which does find what the first has cached, with one that has found as much in vLLM's own cache. Of
+latents, for which vLLM has no cache of its own without AMX, with another that has found as much in
+kvd: behind a hit, and behind what it has generated, the kernel has other last bits. The blocks that
+it has loaded are compared with those that the first has computed, byte by byte. Where layers have
+windows or states, so that vLLM takes blocks of a request back while that goes on, also with caches
+too small for what runs, with prompts in chunks, with requests that are taken back, and over the
+turns of a conversation. And prompts are handed from one node to another. All that takes nine
+minutes on two cores that have much else to do.
 """
 
 from __future__ import annotations
@@ -91,15 +93,22 @@ def test_what_one_engine_caches_another_finds(forks, families, tmp_path, what):
         pytest.skip("vLLM has no such KV cache for this processor")
     with one_daemon(tmp_path, pool) as daemon:
         first = forks.answers(families / name, daemon, [WARM, *asks], PATIENT, **engine)
-        assert tokens_of(first) == tokens_of(alone[:4])
         again = forks.answers(families / name, daemon, [WARM, *asks], PATIENT, **engine)
-    assert tokens_of(again[1:]) == tokens_of(alone[4:])
+    has_own = any(answer["cached"] for answer in alone)
+    if has_own:
+        assert tokens_of(first) == tokens_of(alone[:4])
+        assert tokens_of(again[1:]) == tokens_of(alone[4:])
+    else:
+        # vLLM has no prefix cache for these here: only as much found has the same last bits.
+        assert tokens_of(first[:2]) == tokens_of(alone[:2])
+        assert first[2]["cached"] == again[2]["cached"] > 0
+        assert tokens_of(again[2:3]) == tokens_of(first[2:3])
     page = int(pool["pool.page_size"])
     assert again[1]["cached"] == 300 // page * page
     assert again[3]["cached"] == 384 // page * page
     assert len({tuple(tokens) for tokens in tokens_of(alone[:4])}) == 4
     computed, loaded = first[3]["bytes"], again[3]["bytes"]
-    assert loaded
+    assert bool(loaded) is has_own, "blocks are known by what vLLM finds them by"
     for found_by, digests in loaded.items():
         assert set(digests) <= set(computed[found_by])
 

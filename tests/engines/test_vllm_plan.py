@@ -117,7 +117,7 @@ def test_an_engine_starts_on_what_was_planned_and_finds_what_another_cached(
         _, first = forks.answers(kinds / name, daemon, ASKS, PATIENT, **engine)
         _, again = forks.answers(kinds / name, daemon, ASKS, PATIENT, **engine)
     assert first["cached"] == 0
-    assert again["cached"] == 300 // engine["block_size"] * engine["block_size"]
+    assert again["cached"] == 300 // engine["block_size"] * engine["block_size"], forks.told
     assert again["tokens"] == first["tokens"]
 
 
@@ -140,4 +140,4 @@ def test_a_pool_that_does_not_fit_is_refused_with_one_on_which_the_engine_starts
     with one_daemon(tmp_path / "right", as_sets(section)) as daemon:
         for cached in (0, 288):
             _, found = forks.answers(kinds / name, daemon, **ask)
-            assert found["cached"] == cached
+            assert found["cached"] == cached, forks.told

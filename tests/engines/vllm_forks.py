@@ -235,8 +235,11 @@ def serve_one(asked, answers):
                 settle(engine.llm_engine)
                 say(found)
         else:
-            found = [answer for ask in asked["asks"] for answer in answers_of(engine, ask)]
-            settle(engine.llm_engine)
+            found = []
+            for ask in asked["asks"]:
+                found += answers_of(engine, ask)
+                # Else a prompt that follows at once may come before what it begins with is saved.
+                settle(engine.llm_engine)
             say(found)
         engine.llm_engine.engine_core.shutdown()
     except BaseException as error:  # noqa: BLE001 - it is the answer

@@ -222,7 +222,11 @@ class Claims:
             self._look_up(link, tracked)
             return
         if error.code == Code.DEADLINE.value and tracked.stage is RequestStage.PROBING:
-            return  # the daemon has said nothing: who asks next hears that it is not known
+            # The daemon has said nothing: who asks next hears that it is not known. Of a process
+            # that is stopped a call ends before anybody finds it late.
+            if was_said_here(error):
+                link.doubt(self._now_s())
+            return
         is_hit = tracked.waits_for_load or (
             tracked.stage is RequestStage.FOUND and tracked.found_tokens > 0
         )

@@ -61,6 +61,8 @@ class Moves:
         reserve = options.reserve_tokens if options.save == "all" else 0
         self._more_tokens = min(reserve, BLOCKS_AT_ONCE * block_size)
         self._block = block_size
+        self._saves_plainly = options.save != "none" and not copies.has_windows
+        """It does, whatever comes; else it is asked each time."""
         self.windows = WindowBlocks(requests, copies, block_size=block_size, now_s=now_s)
 
     @property
@@ -116,7 +118,11 @@ class Moves:
 
     def saves(self, tracked: Tracked, computed_tokens: int) -> list[CopyOrder]:
         """Whole blocks that this step completes, and the last one of a sent prompt."""
-        if tracked.link is None or tracked.is_broken or not self.saves_anything:
+        if (
+            tracked.link is None
+            or tracked.is_broken
+            or not (self._saves_plainly or self.saves_anything)
+        ):
             return []
         upto = min(computed_tokens, tracked.request.num_tokens)
         if self._save == "prompt":
@@ -137,7 +143,7 @@ class Moves:
 
         Nothing of an answer is where prompts alone are saved, nor behind pages that were refused.
         """
-        if tracked.is_broken or not self.saves_anything:
+        if tracked.is_broken or not (self._saves_plainly or self.saves_anything):
             return None
         # Blocks that are kept for it wait for pages, and no longer than a moment.
         if tracked.claim is not None or tracked.extension is not None or tracked.kept:
@@ -145,7 +151,7 @@ class Moves:
         lease = tracked.lease
         if lease is None:
             return None
-        ordered, prompt_tokens = tracked.ordered_tokens, tracked.prompt_tokens
+        ordered, prompt_tokens = tracked.ordered_tokens, tracked.request.num_prompt_tokens
         if tracked.is_full and len(lease.pages) * self._block <= ordered:
             return None
         following = (ordered // self._block + 1) * self._block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 import pytest
@@ -254,7 +255,15 @@ def test_a_room_that_nobody_opens_is_not_waited_for():
 
 
 @pytest.mark.parametrize(
-    ("ago_s", "is_soon"), [(OPENED_S + 1.0, True), (1.0, False), (-60.0, False), (None, False)]
+    ("ago_s", "is_soon"),
+    [
+        (OPENED_S + 1.0, True),
+        (1.0, False),
+        (-60.0, False),
+        (None, False),
+        (3e9, True),  # no clock has that: it is told as a time before all of them
+        (math.nan, True),
+    ],
 )
 def test_a_room_that_was_told_of_long_ago_is_given_up_soon_where_nobody_has_opened_it(
     ago_s, is_soon

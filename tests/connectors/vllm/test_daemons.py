@@ -292,6 +292,26 @@ def test_a_step_waits_a_millisecond_for_a_daemon_that_is_stopped(
         assert engine.run(Request(99, PROMPT))[0] == 127, "it is used again when it goes on"
 
 
+def test_a_daemon_that_was_stopped_is_one_that_does_not_answer(tmp_path, engine_of, patience):
+    """Calls of a stopped one end early, so none of them is ever found to be late."""
+    with one_daemon(tmp_path, POOL) as daemon:
+        engine = engine_of(daemon)
+        engine.run(Request(1, PROMPT))
+        patience.lose()
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            request = Request(2, [2, *PROMPT])
+            engine.half.arrived(request, lora=None, extra={})
+            time.sleep(0.1)
+            assert engine.matched(request) == 0
+            assert engine.alone == [LATE]
+            engine.until(lambda: engine.half._sessions.link.is_silent)
+            engine.half.arrived(Request(3, PROMPT), lora=None, extra={})
+            assert engine.alone == [LATE, SILENT]
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+
+
 def test_why_a_claim_that_nobody_has_answered_is_given_up(tmp_path, engine_of, patience):
     """The daemon has said nothing, so nobody has said that its pool is full."""
     with one_daemon(tmp_path, POOL) as daemon:

@@ -377,9 +377,12 @@ def test_walks_of_seeds_that_nobody_chose():
         assert sum(walk(seed, window=7) for seed in range(first, first + 10)) > 0
         assert sum(walk(seed, has_states=True) for seed in range(first, first + 10)) > 0
         worlds = []
-        for seed in range(first, first + 10):
+        for seed in range(first, first + 100):
             walk(seed, world_of=tiered(worlds))
+            # Most walks have no promotion, and ten in a row may have none.
+            if len(worlds) >= 10 and any(world.n_promoted for world in worlds):
+                break
         assert sum(world.n_promoted for world in worlds) > 0
     except AssertionError as error:
-        error.add_note(f"seeds {first} to {first + 9}")
+        error.add_note(f"seeds from {first} on")
         raise
