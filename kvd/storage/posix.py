@@ -11,7 +11,8 @@ too long for a file name is a digest, with its name in a file beside its objects
 An object is written under ``writing`` and gets its name when it is whole, so a process that is
 killed at any moment leaves a whole object or none. A host that loses power may leave one whose page
 did not reach the disk: its sum says so when it is read. When an object was last used is the time of
-its file, and of those that were used together the first of a prompt has the latest. Room for it is taken before anything is written, so a full disk is said in its own words.
+its file, and of those that were used together the first of a prompt has the latest. Room for it is
+taken before anything is written, so a full disk is said in its own words.
 
 Only the user of the daemon may read the directory: the pages of prompts are in it.
 """

@@ -384,3 +384,18 @@ async def test_what_a_stop_comes_to_later_is_found_as_used_before(site):
 
     coldest_first = [1, 0, 6, 3, 2, 5, 4]
     assert [found for _, found in site.found()] == [key(n) for n in coldest_first]
+
+
+async def test_what_the_kernel_has_not_cached_comes_back_as_it_was(site):
+    keys, pages = [key(n) for n in range(32)], list(range(1, 33))
+    were = [site.page(page) for page in pages]
+    await site.demote(keys, pages)
+    for path in site.files():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    promoted = await site.promote(keys, pages[::-1])
+
+    assert promoted.bad == ()
+    assert [site.page(page) for page in pages[::-1]] == were
