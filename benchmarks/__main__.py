@@ -25,6 +25,7 @@ SHORT_HELP = {
     "vllm_costs": "What kvd takes of a vLLM: a hit, a prompt, an answer.",
     "first_token": "From a prompt at one vLLM to the first token at another.",
     "tiers": "A tier on disk beside bare NIXL.",
+    "tier_peers": "A tier on disk beside those of LMCache and vLLM.",
     "tier_trace": "A recorded load through pools with disks.",
     "tier_beside": "Handoffs beside a tier that has all it can do.",
     "pull": "A cached prefix, pulled and handed over.",

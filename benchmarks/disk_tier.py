@@ -4,6 +4,10 @@ Both write and read as many files of as many bytes, out of the same memory, thro
 backend over libaio. The reference has its files open before the clock starts, sums nothing and
 names nothing; kvd makes a file an object, sums every page, verifies it, and says what came of it.
 Reads are of files that the page cache has, and of files that were dropped from it before.
+
+In the rows of direct I/O the reference opens its files with ``O_DIRECT``, and a page lies behind a
+head as in an object; kvd goes through the page cache as ever. So they say what direct I/O would
+gain or cost: what a write of kvd has in the page cache, the reference has on the disk.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from kvd.storage.nixl_files import FileMove, FileQueue
 from kvd.storage.nixl_objects import CUDA_MAJOR
 from kvd.storage.orders import DirectoryPlan, ObjectPart, Searched
 from kvd.storage.process import StorageProcess
+from kvd.storage.sizes import HEAD_BYTES
 from kvd.transfer.mapping import map_region
 from kvd.transfer.nixl import Binding, MemorySpan
 from kvd.transfer.orders import RegionPlan
@@ -43,6 +48,7 @@ TIER: Final = "disk"
 LIMIT_S: Final = 120.0
 _libc: Final = ctypes.CDLL(None)
 WAYS: Final = ("write", "read, cached", "read from disk")
+DIRECT_WAYS: Final = ("write, direct", "read, direct")
 
 
 class TierSite:
@@ -64,13 +70,18 @@ class TierSite:
             layout=blake2b(b"bench", digest_size=20).hexdigest(),
             tiers=[tier],
         )
-        self.keys = b"".join(
-            blake2b(number.to_bytes(8, "little"), digest_size=20).digest()
-            for number in range(pages)
-        )
+        self.name_for(0)
         self.pages = Pages(pack_ids(list(range(1, pages + 1))))
         self._reports: asyncio.Queue[StorageReports] = asyncio.Queue()
         self._ticket = 0
+
+    def name_for(self, number: int) -> None:
+        """From now on objects have the names of that round."""
+        first = number * self.n_pages
+        self.keys = b"".join(
+            blake2b(name.to_bytes(8, "little"), digest_size=20).digest()
+            for name in range(first, first + self.n_pages)
+        )
 
     async def start(self) -> None:
         """Return when it serves."""
@@ -115,21 +126,25 @@ class TierSite:
 class BareFiles:
     """Files that are open, and a queue of NIXL."""
 
-    def __init__(self, directory: Path, site: TierSite) -> None:
+    def __init__(self, directory: Path, site: TierSite, flags: int = 0) -> None:
+        """``flags`` are for opening the files; with ``O_DIRECT`` a page begins behind a head."""
+        self._flags = flags | os.O_RDWR | os.O_CREAT
         self._directory = directory
         directory.mkdir(mode=0o700)
         self._site = site
         note = site.note
-        shape = (np.array([0], np.uint64), np.array([site.page_bytes], np.uint64))
+        first = HEAD_BYTES if flags & os.O_DIRECT else 0
+        shape = (np.array([first], np.uint64), np.array([site.page_bytes], np.uint64))
         span = MemorySpan(note.address, note.region_bytes)
-        self._queue = FileQueue(Binding(CUDA_MAJOR), f"bare-{site.page_bytes}", [span], shape)
+        name = f"{directory.name}-{flags}"
+        self._queue = FileQueue(Binding(CUDA_MAJOR), name, [span], shape)
         self._fds: list[int] = []
 
     def make(self) -> None:
         """New files, open and empty."""
         self.remove()
         self._fds = [
-            os.open(self._directory / str(number), os.O_RDWR | os.O_CREAT)
+            os.open(self._directory / str(number), self._flags)
             for number in range(self._site.n_pages)
         ]
 
@@ -173,6 +188,18 @@ def forget(directory: Path) -> None:
             os.close(fd)
 
 
+def takes_direct(directory: Path) -> bool:
+    """Whether files there can be opened with ``O_DIRECT``."""
+    path = directory / "direct"
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return True
+
+
 class TierRound(NamedTuple):
     """Seconds of both, by way."""
 
@@ -188,6 +215,11 @@ async def measure(
     site = TierSite(plan, total_bytes // page_bytes, page_bytes)
     await site.start()
     bare = BareFiles(directory / f"bare-{page_bytes}", site)
+    direct = None
+    if takes_direct(directory):
+        direct = BareFiles(directory / f"direct-{page_bytes}", site, os.O_DIRECT)
+    else:
+        told("no direct I/O here: the file system refuses it")
     found: list[TierRound] = []
     for number in range(rounds + 1):
         told(f"pages of {page_bytes // 1024} KiB, round {number}")
@@ -202,12 +234,20 @@ async def measure(
         one.kvd_s["read from disk"] = await site.move(Promote)
         forget(directory)
         one.bare_s["read from disk"] = bare.read()
+        if direct is not None:
+            direct.make()
+            one.kvd_s["write, direct"] = one.kvd_s["write"]
+            one.bare_s["write, direct"] = direct.write()
+            one.kvd_s["read, direct"] = one.kvd_s["read from disk"]
+            one.bare_s["read, direct"] = direct.read()
+            direct.remove()
         found.append(one)
     bare.remove()
     await site.process.stop()
     n_bytes = site.n_pages * page_bytes
     # Without the first round: memory is touched for the first time there.
-    return [row_of(way, page_bytes, n_bytes, found[1:]) for way in WAYS]
+    ways = WAYS if direct is None else (*WAYS, *DIRECT_WAYS)
+    return [row_of(way, page_bytes, n_bytes, found[1:]) for way in ways]
 
 
 def row_of(way: str, page_bytes: int, n_bytes: int, found: list[TierRound]) -> Measured:

@@ -40,18 +40,18 @@ class TimedTier:
     """One adapter, and objects in memory that is LMCache's."""
 
     def __init__(self, spec: Any, objects: int, n_bytes: int) -> None:
-        self._memory = torch.zeros(2 * objects * n_bytes, dtype=torch.uint8)
-        desc = L1MemoryDesc(ptr=self._memory.data_ptr(), size=len(self._memory), align_bytes=1)
+        self.memory = torch.zeros(2 * objects * n_bytes, dtype=torch.uint8)
+        desc = L1MemoryDesc(ptr=self.memory.data_ptr(), size=len(self.memory), align_bytes=1)
         config = get_l2_adapter_config_class(spec["type"]).from_dict(spec)
         self.adapter = create_l2_adapter(config, desc)
         self._n, self._bytes = objects, n_bytes
         shape = torch.Size([n_bytes])
-        self._layouts = {0: MemoryLayoutDesc(shapes=[shape], dtypes=[torch.uint8])}
-        self._sources = [self._object(n) for n in range(objects)]
-        self._targets = [self._object(objects + n) for n in range(objects)]
+        self.layouts = {0: MemoryLayoutDesc(shapes=[shape], dtypes=[torch.uint8])}
+        self.sources = [self._object(n) for n in range(objects)]
+        self.targets = [self._object(objects + n) for n in range(objects)]
 
     def _object(self, number: int) -> TensorMemoryObj:
-        data = self._memory[number * self._bytes : (number + 1) * self._bytes]
+        data = self.memory[number * self._bytes : (number + 1) * self._bytes]
         shape = torch.Size([self._bytes])
         meta = MemoryObjMetadata(
             shape=shape,
@@ -68,38 +68,39 @@ class TimedTier:
     def round(self, number: int) -> tuple[dict[str, tuple[float, float]], list[str]]:
         """New objects, by all three calls."""
         adapter, wrong = self.adapter, []
-        for n, one in enumerate(self._sources):
+        for n, one in enumerate(self.sources):
             one.raw_data.fill_((7 * number + n) % 251)
-        self._memory[self._n * self._bytes :] = 255
+        self.memory[self._n * self._bytes :] = 255
         hashes = [(number * self._n + n).to_bytes(32, "big") for n in range(self._n)]
         keys = [ObjectKey(chunk_hash=one, model_name="m", kv_rank=0) for one in hashes]
         times: dict[str, tuple[float, float]] = {}
         begun = clocks()
-        task = adapter.submit_store_task(keys, self._sources)
-        stored = self._waited(adapter.get_store_event_fd(), adapter.pop_completed_store_tasks)
+        task = adapter.submit_store_task(keys, self.sources)
+        stored = self.waited(adapter.get_store_event_fd(), adapter.pop_completed_store_tasks)
         times["store"] = since(begun)
         if not stored[task].is_successful():
             wrong.append("a store failed")
         begun = clocks()
-        task = adapter.submit_lookup_and_lock_task(keys, self._layouts)
+        task = adapter.submit_lookup_and_lock_task(keys, self.layouts)
         ask = adapter.query_lookup_and_lock_result
-        found = self._waited(adapter.get_lookup_and_lock_event_fd(), lambda: ask(task))
+        found = self.waited(adapter.get_lookup_and_lock_event_fd(), lambda: ask(task))
         times["look up"] = since(begun)
         begun = clocks()
-        task = adapter.submit_load_task(keys, self._targets)
+        task = adapter.submit_load_task(keys, self.targets)
         query = adapter.query_load_result
-        loaded = self._waited(adapter.get_load_event_fd(), lambda: query(task))
+        loaded = self.waited(adapter.get_load_event_fd(), lambda: query(task))
         times["load"] = since(begun)
         adapter.submit_unlock(keys)
         if found.popcount() < self._n or loaded.popcount() < self._n:
             wrong.append(f"{found.popcount()} found and {loaded.popcount()} loaded of {self._n}")
         half = self._n * self._bytes
-        if not torch.equal(self._memory[:half], self._memory[half:]):
+        if not torch.equal(self.memory[:half], self.memory[half:]):
             wrong.append("other bytes came back")
         return times, wrong
 
     @staticmethod
-    def _waited(descriptor: int, ask: Any) -> Any:
+    def waited(descriptor: int, ask: Any) -> Any:
+        """What ``ask`` answers, once it does."""
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         while not (found := ask()):

@@ -260,6 +260,8 @@ class Demote(msgspec.Struct, frozen=True, tag="Demote"):
     """Write our ``pages[i]`` as object ``keys[i]`` of a tier; say ``Demoted``.
 
     ``keys`` follow each other, ``KEY_BYTES`` each. The pages stay as they are until that is said.
+    They count as used now, the first one last. At a stop, which writes the hottest first, they
+    count as used before the ``behind`` objects that the stop has come to earlier.
     """
 
     ticket: int
@@ -267,6 +269,7 @@ class Demote(msgspec.Struct, frozen=True, tag="Demote"):
     namespace: str
     keys: bytes
     pages: Pages
+    behind: int = 0
 
 
 class Promote(msgspec.Struct, frozen=True, tag="Promote"):
@@ -285,6 +288,15 @@ class DropObjects(msgspec.Struct, frozen=True, tag="DropObjects"):
     tier: str
     namespace: str
     keys: bytes
+
+
+class AgeObjects(msgspec.Struct, frozen=True, tag="AgeObjects"):
+    """A stop has come to these, which lie in a tier: as ``Demote.behind``. Not answered."""
+
+    tier: str
+    namespace: str
+    keys: bytes
+    behind: int
 
 
 class DropNamespace(msgspec.Struct, frozen=True, tag="DropNamespace"):
@@ -312,7 +324,7 @@ class RestartStorage(msgspec.Struct, frozen=True, tag="RestartStorage"):
     why: str
 
 
-StorageOrder = Demote | Promote | DropObjects | DropNamespace | ProbeTier
+StorageOrder = Demote | Promote | DropObjects | AgeObjects | DropNamespace | ProbeTier
 """What goes to the storage process, as it stands and in this order."""
 
 TransferOrder = (

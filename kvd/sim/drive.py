@@ -82,6 +82,8 @@ class Drive:
                 self._writes.append(order)
             case effects.DropObjects():
                 self._disk.drop(order)
+            case effects.AgeObjects():
+                self._disk.age(order)
             case effects.DropNamespace():
                 self._disk.drop_namespace(order.namespace)
             case effects.ProbeTier():
@@ -99,9 +101,10 @@ class Drive:
         self._is_busy = False
         keys, now_s = each_key(order.keys), self._agenda.now_s
         n_bytes = len(keys) * self._page_tokens
+        uses = self._disk.uses(len(keys))
         if isinstance(order, effects.Demote):
-            for key in keys:
-                self._disk.write(order.namespace, key, content=True)
+            for key, use in zip(keys, uses, strict=True):
+                self._disk.write(order.namespace, key, content=True, use=use)
             self.written_tokens += n_bytes
             every = tuple(range(len(keys)))
             self._report(
@@ -109,7 +112,11 @@ class Drive:
             )
         else:
             self.read_tokens += n_bytes
-            gone = [at for at, key in enumerate(keys) if not self._disk.read(order.namespace, key)]
+            found = [
+                self._disk.read(order.namespace, key, use)
+                for key, use in zip(keys, uses, strict=True)
+            ]
+            gone = [at for at, content in enumerate(found) if not content]
             why = "not there" if gone else ""
             self._report(
                 inputs.Promoted(

@@ -127,6 +127,7 @@ class NodeShell:
                 effects.Demote()
                 | effects.Promote()
                 | effects.DropObjects()
+                | effects.AgeObjects()
                 | effects.DropNamespace()
                 | effects.ProbeTier()
             ):

@@ -29,9 +29,12 @@ if TYPE_CHECKING:
 C = TypeVar("C")
 """What a page holds, as the world has it."""
 
+Use = tuple[int, int]
+"""When an object counts as used: the order, and within it or within a stop the first one last."""
+
 
 class SimDisk(Generic[C]):
-    """The objects of one tier, by namespace and key, the least recently used first."""
+    """The objects of one tier, by namespace and key."""
 
     def __init__(self, settings: TierSettings) -> None:
         self.name = settings.name
@@ -41,9 +44,21 @@ class SimDisk(Generic[C]):
         self.objects: dict[tuple[str, bytes], C] = {}
         self.damaged: set[tuple[str, bytes]] = set()
         """Those that will not verify."""
+        self._used: dict[tuple[str, bytes], Use] = {}
+        self._clock = self._stop = 0
+        """Of orders, and of the first one of a stop."""
 
-    def write(self, namespace: str, key: bytes, content: C) -> None:
+    def uses(self, n_objects: int, behind: int = 0) -> list[Use]:
+        """When the objects of an order that is carried out now count as used."""
+        self._clock += 1
+        if behind and not self._stop:
+            self._stop = self._clock
+        clock = self._stop if behind else self._clock
+        return [(clock, -place) for place in range(behind, behind + n_objects)]
+
+    def write(self, namespace: str, key: bytes, content: C, use: Use) -> None:
         """An object is there, whole."""
+        self._used[namespace, key] = use
         self.objects.pop((namespace, key), None)
         self.damaged.discard((namespace, key))
         self.objects[namespace, key] = content
@@ -52,10 +67,11 @@ class SimDisk(Generic[C]):
             f"tier {self.name}: {len(self.objects)} objects, it holds {self.most}",
         )
 
-    def read(self, namespace: str, key: bytes) -> C | None:
+    def read(self, namespace: str, key: bytes, use: Use) -> C | None:
         """What it holds; None where it is not there or does not verify."""
         if (namespace, key) in self.damaged or (namespace, key) not in self.objects:
             return None
+        self._used[namespace, key] = use
         content = self.objects[namespace, key] = self.objects.pop((namespace, key))
         return content
 
@@ -64,6 +80,12 @@ class SimDisk(Generic[C]):
         for key in each_key(order.keys):
             self.objects.pop((order.namespace, key), None)
             self.damaged.discard((order.namespace, key))
+
+    def age(self, order: effects.AgeObjects) -> None:
+        """A stop has come to these."""
+        keys = each_key(order.keys)
+        for key, use in zip(keys, self.uses(len(keys), order.behind), strict=True):
+            self._used[order.namespace, key] = use
 
     def drop_namespace(self, namespace: str) -> None:
         """All of it is gone."""
@@ -77,7 +99,7 @@ class SimDisk(Generic[C]):
         What is damaged looks like the rest until it is read.
         """
         keys: dict[str, list[bytes]] = {}
-        for namespace, key in self.objects:
+        for namespace, key in sorted(self.objects, key=self._used.__getitem__):
             keys.setdefault(namespace, []).append(key)
         return {namespace: b"".join(found) for namespace, found in keys.items()}
 
@@ -182,6 +204,8 @@ class SimStorageProcess:
                 report = self._promote(order)
             case effects.DropObjects():
                 self.disk.drop(order)
+            case effects.AgeObjects():
+                self.disk.age(order)
             case effects.DropNamespace():
                 if not self._is_shared:
                     self.disk.drop_namespace(order.namespace)
@@ -232,18 +256,21 @@ class SimStorageProcess:
 
     def _write(self, order: effects.Demote, n_objects: int) -> None:
         memory = self.host.memory.first
-        pairs = zip(each_key(order.keys), page_ids(order.pages), strict=True)
+        keys = each_key(order.keys)
+        uses = self.disk.uses(len(keys), order.behind)
         may_lose = self._is_shared and self.host.world.is_stormy
-        for key, page in list(pairs)[:n_objects]:
+        moves = list(zip(keys, page_ids(order.pages), uses, strict=True))
+        for key, page, use in moves[:n_objects]:
             if not (may_lose and self._random() < LOST):
-                self.disk.write(order.namespace, key, memory[page])
+                self.disk.write(order.namespace, key, memory[page], use)
 
     def _promote(self, order: effects.Promote) -> inputs.Promoted:
         self._check_owner(order)
         bad = []
-        pairs = zip(each_key(order.keys), page_ids(order.pages), strict=True)
-        for at, (key, page) in enumerate(pairs):
-            content = self.disk.read(order.namespace, key)
+        keys = each_key(order.keys)
+        moves = zip(keys, page_ids(order.pages), self.disk.uses(len(keys)), strict=True)
+        for at, (key, page, use) in enumerate(moves):
+            content = self.disk.read(order.namespace, key, use)
             if content is None and self._is_shared:
                 # It is written over: nobody reads it again.
                 self.disk.objects.pop((order.namespace, key), None)

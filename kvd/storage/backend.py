@@ -55,23 +55,25 @@ class ObjectName(NamedTuple):
 
 
 class ObjectWrite(NamedTuple):
-    """An object to be made: its head, and the memory that follows it."""
+    """An object to be made: its head, the memory that follows it, and when it was last used."""
 
     name: ObjectName
     head: bytes
     addresses: Words
+    used_ns: int
 
 
 class ObjectRead(NamedTuple):
-    """An object to be read: who judges its head, and where its page goes."""
+    """An object to be read: who judges its head, where its page goes, and when that is."""
 
     name: ObjectName
     judge: Judge
     addresses: Words
+    used_ns: int
 
 
 class StoredObject(NamedTuple):
-    """An object that was found, and when it was last used."""
+    """An object that is there, and when it was last used."""
 
     name: ObjectName
     used_ns: int
@@ -113,6 +115,9 @@ class Backend(Protocol):
 
     def drop(self, names: Iterable[ObjectName]) -> None:
         """Remove them; one that is not there is no error."""
+
+    def age(self, objects: Iterable[StoredObject]) -> None:
+        """Keep that they were last used then, for the next search."""
 
     def drop_namespace(self, namespace: str) -> None:
         """Remove all that it has."""

@@ -1,7 +1,7 @@
 """Two ways through a tier, each of two threads: what is written, and what is read; and who asks.
 
     Demote --> seal: sums, heads --> write: put ---> Demoted
-    Drop   ----------------------> write: drop
+    Drop, Age -------------------> write: drop, age
     Promote --> read: get ---> check: sums ---> Promoted
     ProbeTier ----> probe: exists ----------------> TierProbed
 
@@ -18,14 +18,15 @@ more; at most ``AHEAD`` batches wait between two threads.
 from __future__ import annotations
 
 import threading
+import time
 from functools import partial
 from queue import Queue
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
-from kvd.core.effects import Demote, DropNamespace, DropObjects, ProbeTier, Promote
+from kvd.core.effects import AgeObjects, Demote, DropNamespace, DropObjects, ProbeTier, Promote
 from kvd.core.inputs import Demoted, Promoted, TierProbed
 from kvd.core.tiers.keys import each_key
-from kvd.storage.backend import ObjectName, ObjectRead, ObjectWrite
+from kvd.storage.backend import ObjectName, ObjectRead, ObjectWrite, StoredObject
 from kvd.storage.objects import BadObject, ObjectHead, packed_head, read_head, sum_of
 from kvd.storage.probing import search, waiting
 from kvd.transfer.orders import UNSTAMPED
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 AHEAD: Final = 2
 """Batches between two threads."""
 
+APART_NS: Final = 1000
+"""Between the times of two objects that are used together: of a prompt the last one goes first."""
+
 OrderT = TypeVar("OrderT", Demote, Promote)
 
 
@@ -60,8 +64,12 @@ def refusal(order: Demote | Promote | ProbeTier, why: str) -> StorageReport:
 class _Batch(Generic[OrderT]):
     """Some objects of one order that are moved together: those at ``places`` of it."""
 
-    def __init__(self, order: OrderT, places: range, keys: list[bytes], pages: list[int]) -> None:
+    def __init__(
+        self, order: OrderT, places: range, keys: list[bytes], pages: list[int], used_ns: int
+    ) -> None:
+        """``used_ns``: of the first object of the order."""
         self.order: OrderT = order
+        self.used_ns = [used_ns - place * APART_NS for place in places]
         self.places = places
         self.names = [ObjectName(order.namespace, keys[place]) for place in places]
         self.pages = [pages[place] for place in places]
@@ -71,6 +79,19 @@ class _Batch(Generic[OrderT]):
 class _SealedBatch(NamedTuple):
     batch: _Batch[Demote]
     writes: list[ObjectWrite]
+
+
+class _Aged(NamedTuple):
+    objects: list[StoredObject]
+
+
+def _aged(order: AgeObjects, used_ns: int) -> _Aged:
+    return _Aged(
+        [
+            StoredObject(ObjectName(order.namespace, key), used_ns - place * APART_NS)
+            for place, key in enumerate(each_key(order.keys))
+        ]
+    )
 
 
 class _ReadBatch(NamedTuple):
@@ -106,11 +127,13 @@ class TierLanes:
         self._report = report
         able = backend.capabilities
         self._stride = max(1, min(able.batch_objects, able.batch_bytes // pages.page_bytes))
-        self._to_write: Queue[Demote | DropObjects | DropNamespace] = Queue()
+        self._to_write: Queue[Demote | DropObjects | AgeObjects | DropNamespace] = Queue()
         self._to_read: Queue[Promote] = Queue()
         self._to_probe: Queue[ProbeTier] = Queue()
-        self._sealed: Queue[_SealedBatch | DropObjects | DropNamespace] = Queue(AHEAD)
+        self._sealed: Queue[_SealedBatch | _Aged | DropObjects | DropNamespace] = Queue(AHEAD)
         self._got: Queue[_ReadBatch] = Queue(AHEAD)
+        self._stop_ns = 0
+        """When the first order of a stop was carried out; only what seals knows it."""
 
     def start(self) -> None:
         """Begin to serve. An exception on one of the threads is the end of the process."""
@@ -128,7 +151,7 @@ class TierLanes:
         match order:
             case ProbeTier():
                 self._to_probe.put(order)
-            case DropObjects() | DropNamespace():
+            case DropObjects() | AgeObjects() | DropNamespace():
                 self._to_write.put(order)
             case _ if why := self._flaw(order):
                 self._report(refusal(order, why))
@@ -144,28 +167,41 @@ class TierLanes:
         strays = self._pages.strays(order.pages)
         return f"page {strays[0]} is no page of the pool" if strays else ""
 
-    def _batches(self, order: OrderT) -> Iterator[_Batch[OrderT]]:
+    def _batches(self, order: OrderT, used_ns: int) -> Iterator[_Batch[OrderT]]:
         keys, pages = each_key(order.keys), page_ids(order.pages)
         # One batch of nothing for an order of nothing: it is answered as any other.
         for first in range(0, max(1, len(pages)), self._stride):
             end = min(first + self._stride, len(pages))
-            yield _Batch(order, range(first, end), keys, pages)
+            yield _Batch(order, range(first, end), keys, pages, used_ns)
 
     # ---- what is written -------------------------------------------------------------------------
 
     def _seal(self) -> None:
         """Sum pages and make heads of them."""
         while True:
-            order = self._to_write.get()
-            if not isinstance(order, Demote):
-                self._sealed.put(order)
-                continue
-            for batch in self._batches(order):
-                writes = [
-                    ObjectWrite(name, self._head(name.key, page), self._pages.addresses(page))
-                    for name, page in zip(batch.names, batch.pages, strict=True)
-                ]
-                self._sealed.put(_SealedBatch(batch, writes))
+            match self._to_write.get():
+                case Demote() as order:
+                    for batch in self._batches(order, self._used_ns(order)):
+                        self._sealed.put(_SealedBatch(batch, self._writes(batch)))
+                case AgeObjects() as order:
+                    self._sealed.put(_aged(order, self._used_ns(order)))
+                case order:
+                    self._sealed.put(order)
+
+    def _used_ns(self, order: Demote | AgeObjects) -> int:
+        """When the first object of it counts as used."""
+        now_ns = time.time_ns()
+        if not order.behind:
+            return now_ns
+        self._stop_ns = self._stop_ns or now_ns
+        return self._stop_ns - order.behind * APART_NS
+
+    def _writes(self, batch: _Batch[Demote]) -> list[ObjectWrite]:
+        each = zip(batch.names, batch.pages, batch.used_ns, strict=True)
+        return [
+            ObjectWrite(name, self._head(name.key, page), self._pages.addresses(page), used_ns)
+            for name, page, used_ns in each
+        ]
 
     def _head(self, key: bytes, page: int) -> bytes:
         head = ObjectHead(
@@ -183,6 +219,8 @@ class TierLanes:
             match self._sealed.get():
                 case DropObjects(namespace=namespace, keys=keys):
                     self._backend.drop(ObjectName(namespace, key) for key in each_key(keys))
+                case _Aged(objects):
+                    self._backend.age(objects)
                 case DropNamespace(namespace=namespace):
                     self._backend.drop_namespace(namespace)
                 case _SealedBatch(batch, writes):
@@ -207,10 +245,12 @@ class TierLanes:
     def _read(self) -> None:
         """Read objects over their pages."""
         while True:
-            for batch in self._batches(self._to_read.get()):
+            for batch in self._batches(self._to_read.get(), time.time_ns()):
                 reads = [
-                    ObjectRead(name, self._judge(name.key), self._pages.addresses(page))
-                    for name, page in zip(batch.names, batch.pages, strict=True)
+                    ObjectRead(name, self._judge(name.key), self._pages.addresses(page), used_ns)
+                    for name, page, used_ns in zip(
+                        batch.names, batch.pages, batch.used_ns, strict=True
+                    )
                 ]
                 self._got.put(_ReadBatch(batch, self._backend.get(reads)))
 

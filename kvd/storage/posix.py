@@ -11,7 +11,8 @@ too long for a file name is a digest, with its name in a file beside its objects
 An object is written under ``writing`` and gets its name when it is whole, so a process that is
 killed at any moment leaves a whole object or none. A host that loses power may leave one whose page
 did not reach the disk: its sum says so when it is read. When an object was last used is the time of
-its file. Room for it is taken before anything is written, so a full disk is said in its own words.
+its file, and of those that were used together the first of a prompt has the latest. Room for it is
+taken before anything is written, so a full disk is said in its own words.
 
 Only the user of the daemon may read the directory: the pages of prompts are in it.
 """
@@ -122,7 +123,7 @@ class DirectoryTier(Backend):
                 ]
             )
             return [
-                self._named(draft.path, write.name) if isinstance(draft, _Draft) else draft.why
+                self._named(draft, write) if isinstance(draft, _Draft) else draft.why
                 for draft, write in zip(drafts, objects, strict=True)
             ]
 
@@ -139,13 +140,14 @@ class DirectoryTier(Backend):
             return BadObject(self._refused(path, exc))
         return _Draft(fd, path)
 
-    def _named(self, path: str, name: ObjectName) -> str:
-        """Give a written file its name; why it has none."""
+    def _named(self, draft: _Draft, write: ObjectWrite) -> str:
+        """Give a written file its time and its name; why it has none."""
         try:
-            self._have_directory(name)
-            os.rename(path, self._path(name))
+            self._have_directory(write.name)
+            _date(draft.fd, write.used_ns)
+            os.rename(draft.path, self._path(write.name))
         except OSError as exc:
-            return self._refused(path, exc)
+            return self._refused(draft.path, exc)
         return ""
 
     def _refused(self, path: str, exc: OSError) -> str:
@@ -168,10 +170,8 @@ class DirectoryTier(Backend):
                 # Any of them may be what cannot be read: the next process must not meet it again.
                 self.drop(read.name for _, read in sources)
                 raise
-            for source, _ in sources:
-                # Dropped meanwhile is no error, nor is a file system that keeps no times.
-                with contextlib.suppress(OSError):
-                    os.utime(source.fd)
+            for source, read in sources:
+                _date(source.fd, read.used_ns)
         return [source.head if isinstance(source, _Source) else source for source in found]
 
     def _opened(self, read: ObjectRead, opened: contextlib.ExitStack) -> _Source | BadObject:
@@ -202,6 +202,11 @@ class DirectoryTier(Backend):
             # What cannot be removed is found at the next search.
             with contextlib.suppress(OSError):
                 os.unlink(self._path(name))
+
+    @override
+    def age(self, objects: Iterable[StoredObject]) -> None:
+        for name, used_ns in objects:
+            _date(self._path(name), used_ns)
 
     @override
     def drop_namespace(self, namespace: str) -> None:
@@ -333,6 +338,12 @@ def _taken(directory: str) -> int:
             time.sleep(LOCK_EVERY_S)
         else:
             return lock
+
+
+def _date(file: int | str, used_ns: int) -> None:
+    """Keep when it was last used; dropped meanwhile is no error, nor is one that has no times."""
+    with contextlib.suppress(OSError):
+        os.utime(file, ns=(used_ns, used_ns))
 
 
 def _reserve(fd: int, size: int) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.storage.backend import ObjectName, ObjectRead, ObjectWrite
+    from kvd.storage.backend import ObjectName, ObjectRead, ObjectWrite, StoredObject
     from kvd.storage.objects import ObjectHead
     from kvd.storage.orders import StorePlan
     from kvd.storage.pages import ObjectPages
@@ -153,6 +153,10 @@ class StoreTier(Backend):
         moves = [ObjectMove(self._name(name), 1, fill=_nothing) for name in names]
         with self._asking:
             self._heads.write(moves, self._plan.answer_s, self._whole_s)
+
+    @override
+    def age(self, objects: Iterable[StoredObject]) -> None:
+        """Nothing: what nodes share goes by its lifetime."""
 
     @override
     def drop_namespace(self, namespace: str) -> None:

@@ -117,13 +117,20 @@ HOMES = {
         *("kvd/observe/", "kvd/proxy/metrics.py"),
         "kvd/connectors/vllm/stats.py",
     ),
-    "vllm": tuple(f"kvd/connectors/vllm/{name}.py" for name in ("connector", "stats", "versions")),
+    "vllm": (
+        *(f"kvd/connectors/vllm/{name}.py" for name in ("connector", "stats", "versions")),
+        "benchmarks/peer_calls.py",
+    ),
     "sglang": (
         "kvd/connectors/sglang/backend.py",
         "kvd/connectors/sglang/linker.py",
         "kvd/connectors/sglang/__init__.py",
     ),
-    "lmcache": ("kvd/connectors/lmcache/adapter.py", "benchmarks/lmcache_calls.py"),
+    "lmcache": (
+        "kvd/connectors/lmcache/adapter.py",
+        "benchmarks/lmcache_calls.py",
+        "benchmarks/peer_calls.py",
+    ),
     "aiohttp": ("kvd/proxy/",),
     "h11": ("kvd/observe/",),
     "nacl": ("kvd/zmtp/", "kvd/curve.py"),

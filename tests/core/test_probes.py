@@ -38,7 +38,7 @@ def written_by_another(d, toks=PROMPT, namespace="", n_pages=8):
     """Another node has written the first pages of that prompt."""
     keys = keys_of(d, toks, namespace)[:n_pages]
     for number, key in enumerate(keys):
-        d.stored.write(namespace, key, f"page {number}")
+        d.stored.write(namespace, key, f"page {number}", (0, -number))
     return keys
 
 

@@ -7,6 +7,7 @@ import pytest
 from kvd.core import effects, inputs
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.settings import Demotion
+from kvd.core.tiers.keys import each_key
 from kvd.types import NO_TOKENS
 from kvd.wire import client, events
 from kvd.wire.peer import Ping
@@ -41,6 +42,15 @@ def world_of(objects: int = 64, prompts: int = 3, pages: int = 32, **more) -> Ti
         world.pass_time(0.1)
     assert not world.d.stored.objects
     return world
+
+
+def found(side: TieredSide) -> list[str]:
+    """What the next storage process finds, the oldest used first."""
+    return [
+        side.stored.objects[namespace, key]
+        for namespace, keys in side.stored.found().items()
+        for key in each_key(keys)
+    ]
 
 
 def told(side: TieredSide, kind: type):
@@ -86,6 +96,41 @@ def test_what_would_be_evicted_last_is_written_first_and_of_a_prompt_the_first_p
     assert list(world.d.stored.objects.values()) == [
         content(prompt(number), "", (page + 1) * PAGE) for number in (2, 1, 0) for page in range(4)
     ]
+
+
+@pytest.mark.parametrize("moving", [1, 2, 64])
+def test_what_is_written_first_is_used_last_for_whoever_finds_it(moving):
+    world = world_of(moving=moving)
+
+    stop(world.d)
+
+    assert found(world.d) == [
+        content(prompt(number), "", (page + 1) * PAGE)
+        for number in (0, 1, 2)
+        for page in (3, 2, 1, 0)
+    ]
+
+
+def test_what_lies_there_already_or_is_being_written_has_its_place_among_the_rest():
+    world = world_of(pages=17, moving=2)
+    world.d.hold_storage = True
+    # The first one is next to be evicted: it is being written when the node is asked to stop.
+    cached(world.d, prompt(3, pages=1))
+    world.pass_time(0.1)
+    assert world.d.node.tiers.moves.under_way
+    cached(world.d, prompt(1))
+
+    stop(world.d, runs=False)
+    world.d.hold_storage = False
+    world.run()
+
+    there = found(world.d)
+    assert len(there) == 13
+    assert there[-5:] == [
+        content(prompt(3, pages=1), "", PAGE),
+        *[content(prompt(1), "", (page + 1) * PAGE) for page in (3, 2, 1, 0)],
+    ]
+    assert there[:4] == [content(prompt(0), "", (page + 1) * PAGE) for page in (3, 2, 1, 0)]
 
 
 def test_prompts_that_begin_alike_are_written_once_and_from_the_top():

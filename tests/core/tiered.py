@@ -94,6 +94,8 @@ class TieredSide(Side):
                 self.feed(self.promote(order))
             case effects.DropObjects():
                 self.stored.drop(order)
+            case effects.AgeObjects():
+                self.stored.age(order)
             case effects.DropNamespace() if not self.config.tiers[0].is_shared:
                 self.stored.drop_namespace(order.namespace)
             case effects.ProbeTier():
@@ -105,8 +107,9 @@ class TieredSide(Side):
             return inputs.Demoted(self.world.now_s, order.ticket, (), 0, self.fails_writing)
         pages = page_ids(order.pages)
         assert not set(pages) & set(page_ids(self.free_of("kv"))), "reads a page that is free"
-        for key, page in zip(each_key(order.keys), pages, strict=True):
-            self.stored.write(order.namespace, key, self.memory.get(page, "?"))
+        uses = self.stored.uses(len(pages), order.behind)
+        for key, page, use in zip(each_key(order.keys), pages, uses, strict=True):
+            self.stored.write(order.namespace, key, self.memory.get(page, "?"), use)
         written = tuple(range(len(pages)))
         return inputs.Demoted(self.world.now_s, order.ticket, written, len(pages))
 
@@ -127,8 +130,9 @@ class TieredSide(Side):
             if set(page_ids(lease.held)) & set(pages)
         ]
         assert [lease.holders for lease in owners] == [{"promotion"}], "writes another's pages"
-        for at, (key, page) in enumerate(zip(each_key(order.keys), pages, strict=True)):
-            content = self.stored.read(order.namespace, key)
+        uses = self.stored.uses(len(pages))
+        for at, (key, page, use) in enumerate(zip(each_key(order.keys), pages, uses, strict=True)):
+            content = self.stored.read(order.namespace, key, use)
             self.memory[page] = "garbage" if content is None else content
             bad += [at] if content is None else []
         why = "does not verify" if bad else ""

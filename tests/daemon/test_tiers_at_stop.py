@@ -72,6 +72,23 @@ def test_what_is_cached_at_a_clean_stop_is_found_by_the_next_daemon(make):
     tiered.assert_nothing_is_held()
 
 
+def test_the_hottest_is_the_youngest_on_disk_also_where_it_was_there_before(make):
+    tiered = make(**{"tiers.disk.max_moving": "64KiB"})
+    tiered.fill(N_PROMPTS + 2)
+    written = [number for number in range(N_PROMPTS) if tiered.object_of(number, 0).exists()]
+    assert 0 in written
+    # In the pool too, and used last: its files are the oldest there.
+    assert tiered.lease(0) == PROMPT_TOKENS
+
+    tiered.daemon.ask_to_stop()
+    assert ended(tiered) == 0
+
+    hottest_first = [0, *reversed(range(1, N_PROMPTS + 2))]
+    assert tiered.objects()[::-1] == [
+        tiered.object_of(number, page) for number in hottest_first for page in range(PROMPT_PAGES)
+    ]
+
+
 @pytest.mark.parametrize("stop_s", ["0", "30"])
 def test_a_stop_says_what_it_writes_or_loses_it(make, stop_s):
     tiered = make(**{"tiers.disk.stop_s": stop_s})

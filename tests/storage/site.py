@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from kvd.core.effects import Demote, DropNamespace, DropObjects, ProbeTier, Promote
+from kvd.core.effects import AgeObjects, Demote, DropNamespace, DropObjects, ProbeTier, Promote
 from kvd.core.inputs import Demoted, Promoted, TierProbed
 from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.storage.orders import DirectoryPlan, Found, ObjectPart, Searched, StorePlan
@@ -130,13 +130,15 @@ class Site(HeardReports):
 
     # ---- orders ----------------------------------------------------------------------------------
 
-    def order_demote(self, keys: list[bytes], pages: list[int], namespace: str = "n") -> int:
-        return self._order(Demote, keys, pages, namespace)
+    def order_demote(
+        self, keys: list[bytes], pages: list[int], namespace: str = "n", **more: int
+    ) -> int:
+        return self._order(Demote, keys, pages, namespace, **more)
 
     def order_promote(self, keys: list[bytes], pages: list[int], namespace: str = "n") -> int:
         return self._order(Promote, keys, pages, namespace)
 
-    def _order(self, kind, keys: list[bytes], pages: list[int], namespace: str) -> int:
+    def _order(self, kind, keys: list[bytes], pages: list[int], namespace: str, **more: int) -> int:
         ticket = next(self._tickets)
         self.process.order(
             kind(
@@ -145,17 +147,23 @@ class Site(HeardReports):
                 namespace=namespace,
                 keys=b"".join(keys),
                 pages=Pages(pack_ids(pages)),
+                **more,
             )
         )
         return ticket
 
-    async def demote(self, keys: list[bytes], pages: list[int], namespace: str = "n") -> Demoted:
-        ticket = self.order_demote(keys, pages, namespace)
+    async def demote(
+        self, keys: list[bytes], pages: list[int], namespace: str = "n", **more: int
+    ) -> Demoted:
+        ticket = self.order_demote(keys, pages, namespace, **more)
         return (await self.until(lambda: self.heard(Demoted, ticket=ticket)))[0]
 
     async def promote(self, keys: list[bytes], pages: list[int], namespace: str = "n") -> Promoted:
         ticket = self.order_promote(keys, pages, namespace)
         return (await self.until(lambda: self.heard(Promoted, ticket=ticket)))[0]
+
+    def age(self, keys: list[bytes], behind: int, namespace: str = "n") -> None:
+        self.process.order(AgeObjects(self.tier, namespace, b"".join(keys), behind))
 
     def drop(self, keys: list[bytes], namespace: str = "n") -> None:
         self.process.order(DropObjects(self.tier, namespace, b"".join(keys)))

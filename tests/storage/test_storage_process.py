@@ -359,3 +359,43 @@ async def test_the_end_of_the_directory_is_no_end_of_the_process(site):
     assert promoted.why.endswith("it is not there")
     assert demoted.why == f"{site.directory}: No such file or directory"
     assert not site.exits
+
+
+async def test_of_one_order_the_first_is_found_as_the_last_one_used_also_where_it_was_read(site):
+    keys = [key(n) for n in range(300)]
+    pages = [1 + n % 32 for n in range(300)]
+    await site.demote(keys, pages)
+    await site.promote(keys[:32], pages[:32])
+
+    await site.stop()
+    await site.start()
+
+    assert [found for _, found in site.found()] == [*keys[:31:-1], *keys[31::-1]]
+
+
+async def test_what_a_stop_comes_to_later_is_found_as_used_before(site):
+    await site.demote([key(n) for n in range(4)], [1, 2, 3, 4])
+    await site.demote([key(4), key(5)], [5, 6], behind=1)
+    site.age([key(2), key(3), key(9)], behind=3)
+    await site.demote([key(6)], [7], behind=5)
+
+    await site.stop()
+    await site.start()
+
+    coldest_first = [1, 0, 6, 3, 2, 5, 4]
+    assert [found for _, found in site.found()] == [key(n) for n in coldest_first]
+
+
+async def test_what_the_kernel_has_not_cached_comes_back_as_it_was(site):
+    keys, pages = [key(n) for n in range(32)], list(range(1, 33))
+    were = [site.page(page) for page in pages]
+    await site.demote(keys, pages)
+    for path in site.files():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    promoted = await site.promote(keys, pages[::-1])
+
+    assert promoted.bad == ()
+    assert [site.page(page) for page in pages[::-1]] == were

@@ -47,6 +47,11 @@ class QuietLocks:
         self.by_node: dict[RadixNode, QuietLock] = {}
         self._tree = tree
 
+    def is_alone_at(self, node: RadixNode) -> bool:
+        """Whether a node is locked by these, and by nobody else."""
+        known = self.by_node.get(node)
+        return known is not None and known.n_locks == node.lock_ref
+
     def lock(self, node: RadixNode) -> None:
         """As ``RadixTree.lock``."""
         kept, order = 0, self._tree.order

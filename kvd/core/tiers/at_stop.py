@@ -4,6 +4,10 @@ Only where the pool ends with it. What would be evicted last is written first, a
 first page: whatever this comes to within its bound, it is the part of the cache that is worth most,
 and all of it is found again. Pages are under a lease while they are written, as in every demotion.
 
+What is written last would be the youngest of the tier after a restart, and last to go. So each
+order says how many pages the stop has come to before (``behind``), and what lies in the tier
+already is dated along with the rest.
+
 Over is this with the last page, at the bound, where as much was looked at as the tier holds, or as
 soon as the tier does not serve: nobody waits for it to come back. What was ordered and not answered
 by then may be there for the next daemon, or is not: an object is whole, or none.
@@ -19,13 +23,14 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.eviction import path_of
-from kvd.core.tiers.demotion import MOST_HASHED, NodeDemotion
+from kvd.core.tiers.demotion import NodeDemotion
 from kvd.wire import events
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvd.core.cache.eviction import EvictionOrder
+    from kvd.core.cache.quiet_locks import QuietLocks
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.outbox import Outbox
     from kvd.core.tiers.demotion import Demoter
@@ -34,12 +39,16 @@ if TYPE_CHECKING:
 AT_STOP: Final = " at stop"
 """Behind the reason of the leases."""
 
+MOST_HASHED: Final = 8192
+"""Pages in one turn, or one node: nobody else is served any more."""
 
-def hottest_first(order: EvictionOrder) -> list[RadixNode]:
-    """All nodes: those that somebody locks, then the others, the next victim last."""
-    victims = [node for node in order.ahead() if node is not None and not node.lock_ref]
-    locked = [node for node in order if node.lock_ref]
-    return [*locked, *reversed(victims)]
+
+def hottest_first(order: EvictionOrder, quiet: QuietLocks) -> list[RadixNode]:
+    """All nodes: those that somebody uses, then the others, the next victim last."""
+    ahead = [node for node in order.ahead() if node is not None]
+    victims = [node for node in ahead if not node.lock_ref or quiet.is_alone_at(node)]
+    unused = set(victims)
+    return [*[node for node in order if node not in unused], *reversed(victims)]
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -47,6 +56,7 @@ class StopDemotion:
     """Of one tier: what is still to be written, and until when."""
 
     __slots__ = (
+        "_behind",
         "_demoter",
         "_is_told",
         "_moves",
@@ -56,6 +66,7 @@ class StopDemotion:
         "_out",
         "_room",
         "_since_s",
+        "_under_way",
         "_until_s",
         "_upto",
         "_written",
@@ -81,9 +92,13 @@ class StopDemotion:
         """Of these."""
         self._upto: dict[int, int] = {}
         """Of each node that was looked at: so many of its pages, by its number."""
+        self._behind = 1
+        """So many pages are used after those that come next; 0 would be used now."""
         self._room = tier.index.capacity
         """So many more pages have room in the tier, beside those that were looked at."""
-        for node_id, upto in demoter.under_way():
+        self._under_way = dict(demoter.under_way())
+        """What was ordered before and has no place among the rest yet, as ``_upto``."""
+        for node_id, upto in self._under_way.items():
             self._upto[node_id] = upto
             self._room -= upto
         self._since_s = out.at_s
@@ -146,11 +161,12 @@ class StopDemotion:
             # One that was flushed meanwhile has left the order.
             # The first page of the prompt first.
             for step in reversed([*path_of(node)]) if node in self._order else ():
+                self._age(step, range(self._under_way.pop(step.id, 0)))
                 if self._is_done(step):
                     continue
                 if most <= 0 or self._room <= 0 or hashed >= MOST_HASHED:
                     return
-                hashed += 0 if self._demoter.knows_end(step) else step.n_pages
+                hashed += step.n_pages
                 most -= self._look_at(step, most)
                 if not self._is_done(step):
                     return
@@ -168,9 +184,17 @@ class StopDemotion:
         upto = places[-1] + 1 if len(places) >= most else end
         self._upto[node.id] = upto
         self._room -= upto - first
+        self._age(node, sorted({*range(first, upto)} - {*places}))
         if places:
-            self._demoter.begin(node, places, AT_STOP)
+            self._demoter.begin(node, places, AT_STOP, self._behind)
+            self._behind += len(places)
         elif end == node.n_pages:
             # What is there already must not go for what is written after it.
             self._demoter.touch(node)
         return len(places)
+
+    def _age(self, node: RadixNode, places: Sequence[int]) -> None:
+        """These of its pages are in the tier, or are on their way."""
+        if places:
+            self._demoter.age(node, places, self._behind)
+            self._behind += len(places)

@@ -26,7 +26,7 @@ from kvd.types import ID_BYTES, NO_TOKENS, Pages
 from kvd.wire import events
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.quiet_locks import QuietLocks
@@ -260,9 +260,16 @@ class Demoter:
         lacking = (place for place in places if not index.has(namespace, keys[place]))
         return list(islice(lacking, most))
 
-    def knows_end(self, node: RadixNode) -> bool:
-        """Whether it is known by its key already: that takes some time to make."""
-        return self._keys.is_known(node)
+    def age(self, node: RadixNode, places: Sequence[int], behind: int) -> None:
+        """These of its pages lie in the tier, or are on their way: a stop has come to them."""
+        if not self.tier.settings.is_shared:
+            keys = self._keys_of(node)
+            aged = joined([keys[place] for place in places])
+            self._out.effects.append(
+                effects.AgeObjects(
+                    tier=self.tier.name, namespace=node.namespace, keys=aged, behind=behind
+                )
+            )
 
     def touch(self, node: RadixNode) -> None:
         """What lies in the tier up to its end is used now."""
@@ -277,7 +284,7 @@ class Demoter:
         self._half = (node.id, keys)
         return keys
 
-    def begin(self, node: RadixNode, places: list[int], when: str = "") -> None:
+    def begin(self, node: RadixNode, places: list[int], when: str = "", behind: int = 0) -> None:
         """Order these pages of it; ``when``, in words, is behind what their lease is for."""
         leases, tier = self._leases, self.tier
         assert node.parent is not None
@@ -312,6 +319,7 @@ class Demoter:
                 namespace=namespace,
                 keys=joined([keys[at] for at in places]),
                 pages=Pages(pages),
+                behind=behind,
             )
         )
 

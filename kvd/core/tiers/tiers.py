@@ -231,7 +231,7 @@ class Tiers:
         """The node has left, and its pool ends: write what is in no tier."""
         order, moves, out = self._leases.tree.order, self.moves, self._out
         wanting = [demoter for demoter in self.demoters if demoter.writes_at_stop]
-        nodes = hottest_first(order) if wanting else []
+        nodes = hottest_first(order, self.quiet) if wanting else []
         self.at_stop = tuple(
             [StopDemotion(demoter, nodes, order, moves, out) for demoter in wanting if nodes]
         )
