@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvd.client import SyncLease
     from kvd.connectors.transformers.cache_link import AnswerCounts, CacheLink
     from kvd.connectors.transformers.copies import PageCopies
-    from kvd.connectors.transformers.generate import NamedWeights
+    from kvd.connectors.transformers.weights import NamedWeights
 
 logger = logging.getLogger("kvd.connectors.transformers")
 

@@ -23,7 +23,7 @@ import logging
 import os
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 import transformers
@@ -35,6 +35,7 @@ from kvd.connectors.transformers.cache import KvdCache
 from kvd.connectors.transformers.cache_link import AnswerCounts, CacheLink
 from kvd.connectors.transformers.layout import ARGUMENTS, compute, shape_of
 from kvd.connectors.transformers.weights import (
+    NamedWeights,
     WeightWatch,
     foreign_part_of,
     has_uncounted,
@@ -94,13 +95,6 @@ AWAY: Final = "the daemon is not there"
 COPY: Final = "it is a copy of the model that node was called with"
 
 LEFT: Final = "its node was left"
-
-
-class NamedWeights(NamedTuple):
-    """Whose KV a model computes, and at which count of changes of its weights that was so."""
-
-    namespace: str
-    changes: int
 
 
 def node(
@@ -442,18 +436,24 @@ class GenerateNode:
         for name, value in kwargs.items():
             if value is not None and name not in known:
                 yield f"the model is given {name} beside token ids"
-        settings: dict[str, Any] = {}
+        settings: dict[str, object] = {}
         for found in (own, given, kwargs):
             settings.update({name: found[name] for name in found if found[name] is not None})
-        pad, eos = settings.get("pad_token_id"), settings.get("eos_token_id")
-        if pad is not None and kwargs.get("attention_mask") is None:
-            # Then transformers masks what is padding by its number.
-            ends = [] if eos is None else torch.as_tensor(eos).flatten().tolist()
-            if int(pad) not in ends and bool((ids == pad).any()):
-                yield "its prompt has the padding token, and no attention_mask"
+        if kwargs.get("attention_mask") is None and _has_padding(ids, settings):
+            yield "its prompt has the padding token, and no attention_mask"
         for name, allowed in ONE_BY_ONE.items():
             if settings.get(name) not in allowed:
                 yield f"{name} is {settings[name]!r}"
         has_states = self._link is not None and self._link.shape.has_states
         if has_states and settings.get("prefill_chunk_size") is not None:
             yield "prefill_chunk_size is set, and the model has states"
+
+
+def _has_padding(ids: torch.Tensor, settings: Mapping[str, object]) -> bool:
+    """Whether transformers masks some of them, by their numbers alone."""
+    pad, ends = settings.get("pad_token_id"), settings.get("eos_token_id")
+    if pad is None:
+        return False
+    padding = torch.as_tensor(pad, device=ids.device)
+    is_end = ends is not None and bool((torch.as_tensor(ends, device=ids.device) == padding).any())
+    return not is_end and bool((ids == padding).any())

@@ -19,7 +19,7 @@ import hashlib
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import transformers
@@ -59,6 +59,13 @@ SWITCHED: Final = ("peft.",)
 
 LIBRARIES: Final = ("torch.", "transformers.", "accelerate.", "kernels.", "kvd.")
 """Whose hooks, and whose forwards in place of a module's own, leave its KV as it is."""
+
+
+class NamedWeights(NamedTuple):
+    """Whose KV a model computes, and at which count of changes of its weights that was so."""
+
+    namespace: str
+    changes: int
 
 
 def identity_of_model(
