@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+import time
+from collections import OrderedDict
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -35,15 +38,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.generation.continuous_batching import ContinuousBatchingManager
 
     from kvd.client import SyncLease
     from kvd.connectors.transformers.cache_link import AnswerCounts, CacheLink
     from kvd.connectors.transformers.copies import PageCopies
+    from kvd.connectors.transformers.weights import NamedWeights
 
 logger = logging.getLogger("kvd.connectors.transformers")
 
-MOST_ASKED: Final = 256
-"""Prompts that wait for their first step and were looked up: those are not looked up again."""
+ASKED_S: Final = 60.0
+"""A prompt that waits for its first step is looked up once, and again if transformers has not come
+to it for so long. It comes with each step mostly."""
 
 
 class ServedBatches:
@@ -52,7 +58,7 @@ class ServedBatches:
     Args:
         model: whose ``generate_batch`` it is.
         link: to the daemon.
-        namespace: whose KV the model computes now; empty: it shares none.
+        named: whose KV the model computes now; or why it shares none.
         counts: what became of its prompts.
         saves: whether what was computed is cached.
     """
@@ -62,20 +68,43 @@ class ServedBatches:
         model: PreTrainedModel,
         link: CacheLink,
         *,
-        namespace: Callable[[], str],
+        named: Callable[[], tuple[str, NamedWeights | None]],
         counts: AnswerCounts,
         saves: bool,
     ) -> None:
-        self.model, self.link, self.namespace = model, link, namespace
+        self.model, self.link, self.named = model, link, named
         self.counts, self.saves = counts, saves
         self.is_open = False
+        self._managers: WeakSet[ContinuousBatchingManager] = WeakSet()
 
     def begin(self) -> None:
-        """Allocators that are made from now on ask the node."""
+        """Allocators that are made for it from now on ask the node."""
         with _LOCK:
             self.is_open = True
             _SERVED.append(self)
             _ALLOCATORS[FULL_ATTENTION] = NodeBlocks
+
+    def serve(self, manager: ContinuousBatchingManager) -> None:
+        """Have its allocators be made for this model.
+
+        They are told a configuration alone, which several models may have.
+        """
+        if manager in self._managers:
+            return
+        if manager.batch_processor is not None:
+            self.goes_without("a batch in blocks of before the node was entered")
+            return
+        self._managers.add(manager)
+        plain = manager._create_batch_processor  # noqa: SLF001 - nothing else is its model's own
+
+        def create() -> object:
+            before = _MADE_FOR.set(self)
+            try:
+                return plain()
+            finally:
+                _MADE_FOR.reset(before)
+
+        vars(manager)["_create_batch_processor"] = create
 
     def end(self) -> None:
         """Those that were made ask it no more; repeatable."""
@@ -116,10 +145,17 @@ _LOCK = threading.Lock()
 _SERVED: list[ServedBatches] = []
 
 
-def _served_of(config: PreTrainedConfig) -> ServedBatches | None:
-    with _LOCK:
-        mine = [one for one in _SERVED if one.model.config.get_text_config() is config]
-    return mine[-1] if mine else None
+_MADE_FOR: ContextVar[ServedBatches | None] = ContextVar("kvd_made_for", default=None)
+
+
+class _AskedPrompt:
+    """One that waits for its first step. It is held, so that no other has its ``id`` meanwhile."""
+
+    __slots__ = ("is_counted", "is_looked_up", "met_s", "prompt_ids")
+
+    def __init__(self, prompt_ids: list[int]) -> None:
+        self.prompt_ids, self.met_s = prompt_ids, 0.0
+        self.is_counted = self.is_looked_up = False
 
 
 class NodeBlocks(FullAttentionCacheAllocator):
@@ -131,25 +167,29 @@ class NodeBlocks(FullAttentionCacheAllocator):
 
     def __init__(self, *, config: PreTrainedConfig, **how: Any) -> None:
         super().__init__(config=config, **how)
-        self._served = _served_of(config)
-        why = self._served.why_not(self) if self._served is not None else ""
-        if self._served is not None and why:
-            self._served.goes_without(why)
-            self._served = None
-        self._namespace = "" if self._served is None else self._served.namespace()
-        self._asked: deque[list[int]] = deque(maxlen=MOST_ASKED)
+        self._served, self._whose = _MADE_FOR.get(), None
+        if self._served is not None:
+            why = self._served.why_not(self)
+            if not why:
+                why, self._whose = self._served.named()
+            if why:
+                self._served.goes_without(why)
+        self._asked: OrderedDict[int, _AskedPrompt] = OrderedDict()
         self._tokens: dict[str, list[int]] = {}
         """Of each request whose blocks are marked."""
 
     def _asks(self) -> ServedBatches | None:
         """Whom to ask the node by, while that may be."""
         served = self._served
-        if served is None or not served.is_open:
+        if served is None or self._whose is None or not served.is_open:
             return None
-        if self._namespace and served.namespace() != self._namespace:
-            self._namespace = ""
-            logger.warning("kvd: the weights changed under a batch: it goes on without kvd")
-        return served if self._namespace else None
+        why, named = served.named()
+        if named != self._whose:
+            self._whose = None
+            why = why or "the weights changed"
+            logger.warning("kvd: a batch goes on without kvd: %s", why)
+            return None
+        return served
 
     # ---- before the first step of a prompt -------------------------------------------------------
 
@@ -157,17 +197,31 @@ class NodeBlocks(FullAttentionCacheAllocator):
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
         """As it is; and behind what is here, what the node has."""
         found: list[int] = super().match_prefix_blocks(prompt_ids)
-        # Looked for first: one that waits comes here with each step, and to ask reads all weights.
-        if any(prompt_ids is one for one in self._asked) or (served := self._asks()) is None:
-            return found
-        self._asked.append(prompt_ids)
-        served.counts.prompts += 1
-        served.counts.prompt_tokens += len(prompt_ids)
+        # One that waits comes here with each step, and to ask looks at all weights.
+        asked = self._met(prompt_ids)
         # The last token is computed in any case, for what comes behind it.
         most = (len(prompt_ids) - 1) // self.tokens_per_page
-        if len(found) < most and self._has_room(len(prompt_ids), len(found)):
-            found = [*found, *self._loaded(served, prompt_ids, found, most)]
-        return found
+        lacks = len(found) < most and self._has_room(len(prompt_ids), len(found))
+        if (asked.is_counted and not lacks) or asked.is_looked_up:
+            return found
+        served = self._asks()
+        if served is None:
+            return found
+        served.counts.prompts += not asked.is_counted
+        served.counts.prompt_tokens += 0 if asked.is_counted else len(prompt_ids)
+        asked.is_counted, asked.is_looked_up = True, lacks
+        return [*found, *self._loaded(served, prompt_ids, found, most)] if lacks else found
+
+    def _met(self, prompt_ids: list[int]) -> _AskedPrompt:
+        """What became of it; of one that is gone nothing is kept for long."""
+        now_s = time.monotonic()
+        asked = self._asked.get(id(prompt_ids)) or _AskedPrompt(prompt_ids)
+        asked.met_s = now_s
+        self._asked[id(prompt_ids)] = asked
+        self._asked.move_to_end(id(prompt_ids))
+        while next(iter(self._asked.values())).met_s < now_s - ASKED_S:
+            self._asked.popitem(last=False)
+        return asked
 
     def _has_room(self, prompt_tokens: int, found: int) -> bool:
         """Whether all of a prompt has room, and a token behind it: else nothing is taken."""
@@ -192,8 +246,10 @@ class NodeBlocks(FullAttentionCacheAllocator):
                 raise
             return blocks
 
+        if self._whose is None:
+            return []
         tokens = np.asarray(prompt_ids, np.int64)
-        blocks = served.link.read(tokens, self._namespace, filled) or []
+        blocks = served.link.read(tokens, self._whose.namespace, filled) or []
         served.counts.hit_tokens += len(blocks) * self.tokens_per_page
         return self._named(prompt_ids, found, blocks)
 
@@ -266,5 +322,7 @@ class NodeBlocks(FullAttentionCacheAllocator):
                 )
                 copies.write_tokens(lease, number, n_tokens, k, v)
 
-        saved = served.link.write(np.asarray(tokens, np.int64), self._namespace, fill)
+        if self._whose is None:
+            return
+        saved = served.link.write(np.asarray(tokens, np.int64), self._whose.namespace, fill)
         served.counts.saved_tokens += saved.new if saved is not None else 0

@@ -102,14 +102,19 @@ class KvdCache(DynamicCache):
         """What the node has of it, since it was saved."""
         self._given: list[torch.Tensor] = []
         self._prompt_tokens = 0
+        self._is_forgotten = False
         self._then: Callable[[], object] | None = None
 
     def loaded(self, ids: torch.Tensor) -> None:
         """It holds the KV of these tokens, (1, tokens), and no others."""
         self.n_tokens, self._given = ids.shape[1], [ids]
 
-    def given(self, ids: torch.Tensor) -> None:
-        """The model is about to compute these behind what is here, (1, tokens)."""
+    def given(self, ids: torch.Tensor | None) -> None:
+        """The model is about to compute these behind what is here, (1, tokens); None: no tokens."""
+        if ids is None:
+            self.forget()
+        if ids is None or self._is_forgotten:
+            return
         if self.n_tokens >= self._prompt_tokens:
             self.tell()
         self.n_tokens += ids.shape[1]
@@ -132,7 +137,7 @@ class KvdCache(DynamicCache):
 
     def forget(self) -> None:
         """Nobody copies from it any more: it is as transformers' own from now on."""
-        self._then, self._given = None, []
+        self._then, self._given, self.n_tokens, self._is_forgotten = None, [], 0, True
         for layer in self.layers:
             if isinstance(layer, KeptWindowLayer):
                 layer.forget()

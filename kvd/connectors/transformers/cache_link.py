@@ -73,6 +73,7 @@ class CacheLink:
     ) -> None:
         self.shape = shape
         self._lock = threading.RLock()
+        self._is_left = False
         self._link = ConnectorSession(
             endpoint,
             name=name,
@@ -91,9 +92,15 @@ class CacheLink:
         with self._lock:
             self._link.open()
 
-    def close(self) -> None:
-        """Leave; repeatable."""
+    def begin(self) -> None:
+        """Ask it from now on, also once it was left."""
         with self._lock:
+            self._is_left = False
+
+    def close(self) -> None:
+        """Leave, and ask no more, whoever is in the middle of a ``generate``; repeatable."""
+        with self._lock:
+            self._is_left = True
             self._link.close()
 
     @property
@@ -205,6 +212,8 @@ class CacheLink:
     def _tried(self, ask: Callable[[], R | None]) -> R | None:
         """Where the session was over, a new one is asked at once."""
         with self._lock:
+            if self._is_left:
+                return None
             found = ask()
             return ask() if found is None and self._link.was_lost else found
 

@@ -9,7 +9,7 @@ Within ``with node(model):`` each ``generate`` of one sequence goes like this::
                     save: those of the answer                         another one
 
 What cannot be served goes the way that it would go without kvd, and is told by its reason once:
-several sequences, beams, an assistant, padding, images, a cache of the script's own.
+several sequences, beams, an assistant, padding, images, hooks, a cache of the script's own.
 
 A model with states is taken to the last whole page of its prompt first, and its state saved there,
 since a state can be gone on from only where it stands; the rest is ``generate``'s.
@@ -28,16 +28,21 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 import transformers
 from transformers import GenerationConfig
+from typing_extensions import override
 
+from kvd.connectors.refusals import refused_here
 from kvd.connectors.transformers.cache import KvdCache
 from kvd.connectors.transformers.cache_link import AnswerCounts, CacheLink
 from kvd.connectors.transformers.layout import ARGUMENTS, compute, shape_of
 from kvd.connectors.transformers.weights import (
+    NamedWeights,
     WeightWatch,
+    foreign_part_of,
+    has_uncounted,
     identity_of_model,
     series_of,
-    switched,
 )
+from kvd.errors import Code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -67,8 +72,11 @@ ONE_BY_ONE: Final = {
     "token_healing": (None, False),
     "constraints": (None,),
     "force_words_ids": (None,),
+    "output_hidden_states": (None, False),
+    "output_attentions": (None, False),
 }
-"""What must be so that one sequence is computed, token by token, in the cache that is given."""
+"""What must be so that one sequence is computed, token by token, in the cache that is given, and
+nothing is told of tokens that are not computed."""
 
 REFUSED: Final = ("assistant_model", "custom_generate", *ARGUMENTS)
 """Arguments of ``generate`` that bring another way, or another cache."""
@@ -83,6 +91,10 @@ BY_POSITION: Final = 4
 """Arguments of ``generate`` behind the configuration that change nothing here; then come others."""
 
 AWAY: Final = "the daemon is not there"
+
+COPY: Final = "it is a copy of the model that node was called with"
+
+LEFT: Final = "its node was left"
 
 
 def node(
@@ -142,6 +154,16 @@ def _untested() -> str:
     return f"transformers {version}: kvd's connector was tested with {', '.join(TESTED)}"
 
 
+def _held_as(model: PreTrainedModel) -> str:
+    """In which type, and where: so the pool was looked at for it."""
+    return f"{model.dtype} on {model.device}"
+
+
+def _of_copy(model: PreTrainedModel) -> GenerateNode:
+    """What takes its place in a copy of the model, which is not served."""
+    return GenerateNode(model, None, why_alone=COPY, partition="", weights="", save="none")
+
+
 class GenerateNode:
     """A model whose ``generate`` is served while this is entered. ``node`` makes it.
 
@@ -169,7 +191,10 @@ class GenerateNode:
         self._partition, self._weights, self._save = partition, weights, save
         self._watch = WeightWatch(model)
         self._lock = threading.Lock()
+        self._named_at = 0
+        self._held_as = "" if link is None else _held_as(model)
         self._before: dict[str, Callable[..., Any] | None] = {}
+        self._is_entered = False
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self.namespace = ""
         """Whose KV the model computes, as of the last ``generate``; empty before the first."""
@@ -177,15 +202,23 @@ class GenerateNode:
         self._batches = self._batches_of(link)
 
     def __enter__(self) -> Self:
+        if self._is_entered:
+            why = f"this node of {type(self._model).__name__} is entered already"
+            raise refused_here(Code.WRONG_STATE, f"{why}: make another one with node(model)")
+        self._is_entered = True
         # Of the instance, so that whoever has the model, a pipeline too, calls this one.
         ours: dict[str, Callable[..., Any]] = {"generate": self.generate}
         if self._link is not None and not self._link.shape.has_kv:
             # A cache of states alone does not say how far it is.
             ours["prepare_inputs_for_generation"] = self._prepare
+        if self._batches is not None:
+            ours["init_continuous_batching"] = self._init_batches
         of_instance = vars(self._model)
         self._before = {name: of_instance.pop(name, None) for name in ours}
         of_instance.update(ours)
         self._hook = self._model.register_forward_pre_hook(self._given, with_kwargs=True)
+        if self._link is not None:
+            self._link.begin()
         if self._batches is not None:
             self._batches.begin()
         return self
@@ -193,6 +226,7 @@ class GenerateNode:
     def __exit__(self, *_: object) -> None:
         if self._batches is not None:
             self._batches.end()
+        self._is_entered = False
         for name, before in self._before.items():
             vars(self._model).pop(name, None)
             if before is not None:
@@ -202,6 +236,11 @@ class GenerateNode:
             self._hook.remove()
         if self._link is not None:
             self._link.close()
+
+    @override
+    def __reduce__(self) -> tuple[Callable[..., GenerateNode], tuple[PreTrainedModel]]:
+        """What a copy of the model has of it, also where it is sent to."""
+        return _of_copy, (self._model,)
 
     def reread(self) -> None:
         """The weights were changed in a way that torch does not count: digest them anew."""
@@ -216,19 +255,22 @@ class GenerateNode:
     ) -> Any:
         """As transformers' ``generate``, of whose prompt the node may have a part."""
         ids = inputs if inputs is not None else kwargs.get("input_ids")
-        why = self._why_alone or self._why_not(ids, generation_config, args, kwargs)
-        cache = None
+        why = self._why_alone or ("" if self._is_entered else LEFT)
+        why = why or self._why_not(ids, generation_config, args, kwargs)
+        cache, named = None, None
         if not why and ids is not None and self._link is not None:
-            why, cache = self._begun(self._link, ids.detach())
+            why, named = self._name_weights(self._link)
+            if named is not None:
+                why, cache = self._begun(self._link, ids.detach(), named)
         plain = self._before.get("generate") or partial(self._class.generate, self._model)
-        if cache is None or self._link is None:
+        if cache is None or named is None or self._link is None:
             self._alone(why)
             return plain(inputs, generation_config, *args, **kwargs)
         kwargs[self._link.shape.argument] = cache
         try:
             out = plain(inputs, generation_config, *args, **kwargs)
             if self._save == "all":
-                self._saved(self._link, cache)
+                self._saved(self._link, cache, named)
             elif self._save == "prompt":
                 cache.tell()
         finally:
@@ -249,54 +291,68 @@ class GenerateNode:
         # The others may have no such module to import.
         batches = importlib.import_module("kvd.connectors.transformers.batches")
 
-        def namespace() -> str:
-            return "" if self._name_weights(link) else self.namespace
-
         served: ServedBatches = batches.ServedBatches(
             self._model,
             link,
-            namespace=namespace,
+            named=lambda: self._name_weights(link),
             counts=self.counts,
             saves=self._save == "all",
         )
         return served
 
+    def _init_batches(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own; of the prompts of this manager the node may have a part."""
+        plain = self._before["init_continuous_batching"] or partial(
+            self._class.init_continuous_batching, self._model
+        )
+        manager = plain(*args, **kwargs)
+        if self._batches is not None:
+            self._batches.serve(manager)
+        return manager
+
     # ---- around it -------------------------------------------------------------------------------
 
-    def _begun(self, link: CacheLink, ids: torch.Tensor) -> tuple[str, KvdCache | None]:
+    def _begun(
+        self, link: CacheLink, ids: torch.Tensor, named: NamedWeights
+    ) -> tuple[str, KvdCache | None]:
         """A cache with what the node has of the prompt; or why there is none."""
-        why = self._name_weights(link)
-        if why:
-            return why, None
         n_tokens = ids.shape[1]
-        cache = link.load(ids, self.namespace)
+        cache = link.load(ids, named.namespace)
         if cache is None:
             return link.why_away or AWAY, None
         self.counts.prompts += 1
         self.counts.prompt_tokens += n_tokens
         self.counts.hit_tokens += cache.n_tokens
         if link.shape.has_states:
-            self._compute_pages(link, cache, ids)
+            self._compute_pages(link, cache, ids, named)
         elif self._save != "none":
-            cache.when_computed(n_tokens, lambda: self._saved(link, cache))
+            cache.when_computed(n_tokens, lambda: self._saved(link, cache, named))
         return "", cache
 
-    def _name_weights(self, link: CacheLink) -> str:
-        """Have the namespace be that of the weights of now; why it cannot be."""
+    def _name_weights(self, link: CacheLink) -> tuple[str, NamedWeights | None]:
+        """Whose KV the model computes now; or why nobody can say."""
+        why = foreign_part_of(self._model)
+        if self._held_as != _held_as(self._model):
+            why = f"it was cast or moved since node(model): it is {_held_as(self._model)} now"
+        elif not self._weights and has_uncounted(self._model):
+            why = "its weights are of inference mode, where changes are not counted: say weights="
+        if why:
+            return why, None
         with self._lock:
-            if self._watch.has_changed() or not self.namespace:
-                by = switched(self._model)
-                if by:
-                    return f"it has an adapter that can be switched ({by})"
+            changes = self._watch.changes()
+            if changes != self._named_at or not self.namespace:
+                self._named_at = changes
                 identity = identity_of_model(
                     self._model, link.shape, weights=self._weights, partition=self._partition
                 )
                 self.namespace = identity.namespace
                 for flaw in identity.alone:
                     logger.warning("kvd: nobody shares the cache of this model: %s", flaw)
-        return ""
+            return "", NamedWeights(self.namespace, changes)
 
-    def _compute_pages(self, link: CacheLink, cache: KvdCache, ids: torch.Tensor) -> None:
+    def _compute_pages(
+        self, link: CacheLink, cache: KvdCache, ids: torch.Tensor, named: NamedWeights
+    ) -> None:
         """Up to the last whole page before the last token, and save what stands there."""
         end = (ids.shape[1] - 1) // link.page_size * link.page_size if link.page_size else 0
         if end <= cache.n_tokens:
@@ -304,13 +360,16 @@ class GenerateNode:
         piece = ids[:, cache.n_tokens : end].to(self._model.device)
         compute(self._model, piece, cache, first=cache.n_tokens)
         if self._save != "none":
-            self._saved(link, cache)
+            self._saved(link, cache, named)
 
-    def _saved(self, link: CacheLink, cache: KvdCache) -> None:
-        """Have the node cache what of it is whole pages."""
+    def _saved(self, link: CacheLink, cache: KvdCache, named: NamedWeights) -> None:
+        """Have the node cache what of it is whole pages, if the weights are those of before."""
+        if self._watch.changes() != named.changes or foreign_part_of(self._model):
+            logger.info("kvd: nothing is saved of a generate under which the weights changed")
+            return
         if link.shape.has_states and link.page_size and cache.n_tokens % link.page_size:
             return  # A state stands at its end alone, and that is none of a page.
-        self.counts.saved_tokens += link.save(cache, self.namespace)
+        self.counts.saved_tokens += link.save(cache, named.namespace)
 
     def _alone(self, why: str) -> None:
         """It is computed without kvd: told once for each reason."""
@@ -323,7 +382,7 @@ class GenerateNode:
         """The model is about to compute: what, into which cache."""
         cache = None if self._link is None else kwargs.get(self._link.shape.argument)
         if isinstance(cache, KvdCache):
-            cache.given(args[0] if args else kwargs["input_ids"])
+            cache.given(args[0] if args else kwargs.get("input_ids"))
 
     def _prepare(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Of a model whose cache does not say how far it is: what is left of the prompt."""
@@ -347,7 +406,7 @@ class GenerateNode:
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
             return "it has no token ids of its own"
         reasons = self._reasons(ids, args, kwargs)
-        return next(reasons, "") or next(self._settings_reasons(asked, kwargs), "")
+        return next(reasons, "") or next(self._settings_reasons(ids, asked, kwargs), "")
 
     def _reasons(
         self, ids: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -368,7 +427,7 @@ class GenerateNode:
             yield "its attention_mask masks something"
 
     def _settings_reasons(
-        self, asked: GenerationConfig | None, kwargs: Mapping[str, Any]
+        self, ids: torch.Tensor, asked: GenerationConfig | None, kwargs: Mapping[str, Any]
     ) -> Iterator[str]:
         own = self._model.generation_config.to_dict()
         given = {} if asked is None else asked.to_dict()
@@ -380,9 +439,21 @@ class GenerateNode:
         settings: dict[str, object] = {}
         for found in (own, given, kwargs):
             settings.update({name: found[name] for name in found if found[name] is not None})
+        if kwargs.get("attention_mask") is None and _has_padding(ids, settings):
+            yield "its prompt has the padding token, and no attention_mask"
         for name, allowed in ONE_BY_ONE.items():
             if settings.get(name) not in allowed:
                 yield f"{name} is {settings[name]!r}"
         has_states = self._link is not None and self._link.shape.has_states
         if has_states and settings.get("prefill_chunk_size") is not None:
             yield "prefill_chunk_size is set, and the model has states"
+
+
+def _has_padding(ids: torch.Tensor, settings: Mapping[str, object]) -> bool:
+    """Whether transformers masks some of them, by their numbers alone."""
+    pad, ends = settings.get("pad_token_id"), settings.get("eos_token_id")
+    if pad is None:
+        return False
+    padding = torch.as_tensor(pad, device=ids.device)
+    is_end = ends is not None and bool((torch.as_tensor(ends, device=ids.device) == padding).any())
+    return not is_end and bool((ids == padding).any())

@@ -4,21 +4,27 @@ A script may do anything to a model once it is loaded: train it, merge an adapte
 its files hold says little, and what counts are the parameters and buffers themselves: all of their
 bytes are digested before the first ``generate``, in some seconds for 10 GB. Before each later one
 it is looked whether one was replaced or written since, which costs some tenths of a millisecond;
-then they are digested anew, and the KV is that of another model.
+then they are digested anew, and the KV is that of another model. It is looked again before anything
+is saved: what was computed while they changed is nobody's.
 
 What torch does not count (a write through ``.data``, or by a kernel of one's own) is not seen: say
-``GenerateNode.reread`` after it. An adapter that can be switched makes no namespace of its own, so
-a model with one is computed without kvd.
+``GenerateNode.reread`` after it. An adapter that can be switched makes no namespace of its own, nor
+does a hook, which may do anything: so a model with one is computed without kvd.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import transformers
+from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import override
 
 from kvd.connectors.identity import (
     DIGEST_CHARS,
@@ -50,6 +56,16 @@ THREADS: Final = 4
 
 SWITCHED: Final = ("peft.",)
 """Modules from these packages can be switched on and off in a running model."""
+
+LIBRARIES: Final = ("torch.", "transformers.", "accelerate.", "kernels.", "kvd.")
+"""Whose hooks, and whose forwards in place of a module's own, leave its KV as it is."""
+
+
+class NamedWeights(NamedTuple):
+    """Whose KV a model computes, and at which count of changes of its weights that was so."""
+
+    namespace: str
+    changes: int
 
 
 def identity_of_model(
@@ -114,10 +130,29 @@ def weight_digest_of(model: PreTrainedModel) -> str:
     return total.hexdigest()[:DIGEST_CHARS]
 
 
-def switched(model: PreTrainedModel) -> str:
-    """What of ``model`` can be switched while it runs; empty: nothing that is known."""
-    found = (type(part).__module__ for part in model.modules())
-    return next((name for name in found if name.startswith(SWITCHED)), "")
+def foreign_part_of(model: PreTrainedModel) -> str:
+    """What of ``model`` makes KV that no digest of weights tells apart; empty: nothing is known."""
+    for name, part in model.named_modules():
+        at = name or "the model itself"
+        if type(part).__module__.startswith(SWITCHED):
+            return f"it has an adapter that can be switched: {at}, of {type(part).__module__}"
+        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())  # noqa: SLF001
+        if not all(map(_is_of_libraries, hooks)):
+            return f"it has a hook, which may change what is computed: on {at}"
+        if not _is_of_libraries(vars(part).get("forward")):
+            return f"its forward was replaced: of {at}"
+    return ""
+
+
+def _is_of_libraries(called: Any) -> bool:
+    """Whether it is code of ``LIBRARIES``, whatever it says of itself; so is what is not there."""
+    while isinstance(called, functools.partial):
+        called = called.func
+    if isinstance(called, types.MethodType):
+        called = called.__func__
+    home = called.__globals__["__name__"] if isinstance(called, types.FunctionType) else ""
+    home = home or type(called).__module__
+    return called is None or f"{home}.".startswith(LIBRARIES)
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -139,21 +174,45 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 class WeightWatch:
-    """Whether a model's parameters are those that were digested."""
+    """How often a model's parameters were replaced or written, as far as it was looked."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._seen = self._look()
+        self._lock = threading.Lock()
+        self._seen: list[_SeenTensor] = []
+        self._changes = 0
 
-    def has_changed(self) -> bool:
-        """Whether one was replaced or written since this was last asked."""
-        now = self._look()
-        was, self._seen = self._seen, now
-        return was != now
+    def changes(self) -> int:
+        """Another number than before: they are others than they were then."""
+        with self._lock:
+            now = list(map(_SeenTensor, (tensor for _, tensor in _tensors(self._model))))
+            self._changes += now != self._seen
+            self._seen = now
+            return self._changes
 
-    def _look(self) -> tuple[tuple[int, int, torch.dtype], ...]:
-        return tuple(
-            # Those made in inference mode cannot be written outside it, and have no count.
-            (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, tensor.dtype)  # noqa: SLF001
-            for _, tensor in _tensors(self._model)
-        )
+
+class _SeenTensor:
+    """One as it was when it was looked at.
+
+    Its storage is referred to, weakly: no other one has its place in memory while this is there. By
+    an address alone one that took the place of another would be taken for it.
+    """
+
+    __slots__ = ("_said", "_storage")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        # Those made in inference mode have no count.
+        written = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
+        self._said = (self._storage.cdata, tensor.data_ptr(), written, tensor.dtype)
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SeenTensor) and self._said == other._said
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def has_uncounted(model: PreTrainedModel) -> bool:
+    """Whether torch does not count what is written to a part of its weights."""
+    return any(tensor.is_inference() for _, tensor in _tensors(model))

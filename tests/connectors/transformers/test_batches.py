@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 import time
@@ -290,3 +291,90 @@ def test_a_batch_that_cannot_be_served_is_computed_alone_and_counted(name, block
         assert batched(model, prompts, of_blocks(**blocks)) == alone_of([[], []], 0, model, prompts)
         assert made.counts.alone == {why: 1}
         assert made.counts.prompts == 0
+
+
+def test_models_with_one_configuration_have_their_own_blocks(llama) -> None:
+    """A batch is told a configuration; whose it is does not follow from that."""
+    other = build_model(ARCHITECTURES["llama"], seed=5)
+    other.config = llama.config
+    prompts = prompts_of(*LENGTHS)
+    wanted, others = alone(llama, prompts), alone(other, prompts)
+    assert wanted != others
+    with daemon_for(llama) as daemon, served(llama, daemon) as made:
+        assert batched(llama, prompts) == wanted
+        saved = made.counts.saved_tokens
+        assert batched(other, prompts) == others
+        assert made.counts.saved_tokens == saved
+        with served(other, daemon) as two:
+            assert batched(llama, prompts) == wanted
+            assert batched(other, prompts) == others
+            assert (two.counts.hit_tokens, two.counts.prompts) == (0, len(prompts))
+
+
+def test_a_long_queue_is_asked_for_once_each_and_when_there_is_room(llama) -> None:
+    prompts = prompts_of(*(20 + number % 60 for number in range(300)))
+    few, settings = prompts[:60], GenerationConfig(max_new_tokens=1, eos_token_id=-1)
+    with daemon_for(llama, size="64MiB") as daemon, served(llama, daemon) as made:
+
+        def ask() -> None:
+            llama.generate_batch(
+                inputs=prompts,
+                generation_config=settings,
+                continuous_batching_config=of_blocks(16, tokens=320),
+                progress_bar=False,
+            )
+
+        batched(llama, few, of_blocks(16, tokens=2048))
+        before = made.counts.prompts
+        ask()
+        # One that was put out of its blocks begins anew, and is asked for again.
+        assert len(prompts) <= made.counts.prompts - before <= 1.5 * len(prompts)
+        # Whole blocks of all 60 are there; transformers has some of these itself once they came.
+        in_blocks = sum((len(one) - 1) // 16 * 16 for one in few)
+        assert made.counts.hit_tokens >= 0.9 * in_blocks
+        nothing_is_held(daemon)
+
+
+def test_weights_that_change_and_are_as_before_end_it_too() -> None:
+    """What was computed meanwhile is of others."""
+    model = build_model(ARCHITECTURES["llama"], seed=3)
+    before, one = copy.deepcopy(model.state_dict()), prompts_of(100)[0]
+    hidden = copy.deepcopy(before)
+    hidden["model.layers.0.self_attn.k_proj.weight"].mul_(1.5)
+    with daemon_for(model) as daemon, served(model, daemon) as made:
+        with stepping(model) as answer:
+            answer(one)
+            saved = made.counts.saved_tokens
+            for weights in (hidden, before):
+                model.load_state_dict(weights)
+            answer(prompts_of(120)[0])
+            assert made.counts.saved_tokens == saved
+        assert batched(model, [one]) == alone_of([[]], 0, model, [one])
+        assert made.counts.hit_tokens > 0
+
+
+def test_a_manager_of_before_the_node_is_left_to_itself(llama) -> None:
+    prompts = prompts_of(*LENGTHS)
+    wanted = sorted(alone(llama, prompts))
+
+    def answers() -> list[list[int]]:
+        outputs = llama.generate_batch(
+            inputs=prompts,
+            generation_config=SETTINGS,
+            continuous_batching_config=of_blocks(),
+            progress_bar=False,
+            persistent_manager=True,
+        )
+        return sorted(one.generated_tokens for one in outputs.values())
+
+    with daemon_for(llama) as daemon:
+        try:
+            with served(llama, daemon) as made:
+                assert [answers(), answers()] == [wanted, wanted]
+                assert made.counts.prompts == 2 * len(prompts)
+            assert answers() == wanted
+            with served(llama, daemon) as made:
+                assert answers() == wanted
+                assert made.counts.alone == {"a batch in blocks of before the node was entered": 1}
+        finally:
+            llama.destroy_cached_continuous_batching_manager()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
+
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, T5Config, T5ForConditionalGeneration
@@ -9,6 +13,7 @@ from transformers import DynamicCache, GenerationConfig, T5Config, T5ForConditio
 from kvd.client import KvdError
 from kvd.connectors.transformers import generate, node
 from kvd.connectors.transformers.layout import shape_of
+from kvd.demo.models import ARCHITECTURES, build_model
 from tests.connectors.transformers.world import answered, daemon_for, model_of, prompt, served
 
 IDS = prompt(20)
@@ -35,6 +40,8 @@ CASES = {
     "cache_implementation is 'static'": {"cache_implementation": "static"},
     "prompt_lookup_num_tokens is 3": {"prompt_lookup_num_tokens": 3},
     "its prompt has one token": {"ids": IDS[:, :1]},
+    "output_hidden_states is True": {"output_hidden_states": True},
+    "output_attentions is True": {"output_attentions": True},
     "its attention_mask masks": {
         "attention_mask": torch.cat([IDS[:, :1] * 0, IDS[:, 1:] * 0 + 1], 1)
     },
@@ -123,3 +130,97 @@ def test_the_model_is_as_it_was_however_a_block_ends() -> None:
         raise ZeroDivisionError
     assert vars(model) == before
     assert not model._forward_pre_hooks
+
+
+def plain(model, ids, **how):
+    return type(model).generate(model, ids, **{"max_new_tokens": 20, "do_sample": False, **how})
+
+
+def test_what_transformers_masks_by_itself_is_left_alone() -> None:
+    """Padding is known by its number, where no mask is given and no answer ends with it."""
+    model, ids = model_of("llama"), prompt(60)
+    ids[0, 10:20] = 5
+    masked, everything = {"pad_token_id": 5, "eos_token_id": 7}, torch.ones_like(ids)
+    assert not torch.equal(plain(model, ids, **masked), plain(model, ids))
+    with daemon_for(model) as daemon, served(model, daemon) as made:
+        for _ in range(2):
+            assert torch.equal(answered(model, ids, **masked), plain(model, ids, **masked))
+        assert made.counts.alone == {"its prompt has the padding token, and no attention_mask": 2}
+        for how in (
+            masked | {"attention_mask": everything},
+            {"pad_token_id": 5, "eos_token_id": 5},
+        ):
+            assert torch.equal(answered(model, ids, **how), plain(model, ids, **how))
+        assert made.counts.prompts == 2
+        assert made.counts.hit_tokens == 48
+
+
+def test_a_cache_that_is_given_back_goes_on_from_anything() -> None:
+    model, ids = model_of("llama"), prompt(60)
+    behind = model.get_input_embeddings()(prompt(3))
+    with daemon_for(model) as daemon, served(model, daemon):
+        argument, found = shape_of(model).argument, []
+        for of in (model.generate, plain_of(model)):
+            out = of(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+            found.append(model(inputs_embeds=behind, **{argument: out.past_key_values}).logits)
+        assert torch.equal(*found)
+
+
+def plain_of(model):
+    return functools.partial(type(model).generate, model)
+
+
+def copied(model):
+    return copy.deepcopy(model)
+
+
+def sent(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("how", [copied, sent])
+def test_a_copy_of_the_model_is_a_model_of_its_own(how) -> None:
+    model, ids = build_model(ARCHITECTURES["llama"], seed=3), prompt(60)
+    with daemon_for(model) as daemon, served(model, daemon) as made:
+        answered(model, ids)
+        other = how(model)
+        with torch.no_grad():
+            other.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+        assert torch.equal(answered(other, ids), plain(other, ids))
+        assert made.counts.prompts == 1
+        with served(other, daemon) as others:
+            assert torch.equal(answered(other, ids), plain(other, ids))
+            assert others.counts.prompts == 1
+
+
+def test_a_node_is_entered_again_once_it_was_left_and_not_before() -> None:
+    model, ids = model_of("llama"), prompt(60)
+    with daemon_for(model) as daemon:
+        made = served(model, daemon)
+        for _ in range(2):
+            with made:
+                answered(model, ids)
+                with pytest.raises(KvdError, match="is entered already"):
+                    made.__enter__()
+        assert made.counts.hit_tokens == 48
+        assert model.generate == plain_of(model).func.__get__(model)
+
+
+def test_what_goes_on_behind_the_with_asks_nobody_any_more() -> None:
+    """An answer in another thread, or a ``generate`` that somebody has kept."""
+    model, ids = model_of("llama"), prompt(60)
+    with daemon_for(model) as daemon:
+        with served(model, daemon) as made:
+            kept = model.generate
+            told = iter(range(40))
+
+            def leave(*_: object, **__: object) -> torch.Tensor:
+                if next(told) == 20:
+                    made.__exit__()
+                return torch.zeros(1, dtype=torch.bool)
+
+            out = kept(ids, max_new_tokens=40, do_sample=False, stopping_criteria=[leave])
+            assert torch.equal(out, plain(model, ids, max_new_tokens=40))
+        assert torch.equal(kept(ids, max_new_tokens=20, do_sample=False), plain(model, ids))
+        assert made.counts.alone == {"its node was left": 1}
+        daemon.wait_for(lambda: not daemon.snapshot().clients, "a session is left", 30)
