@@ -30,8 +30,7 @@ PYTHON = os.environ.get("KVD_SGLANG_PYTHON", "")
 WITHIN_S = 120.0
 
 MHA_BYTES = 3 * 2 * 2 * 32 * 2 * 16
-MLA_BYTES = 3 * 128 * 2 * 16
-"""Of a page, as ``pd_engine`` has it."""
+"""Of a page, as ``pd_engine`` has it; one of latents has as many."""
 
 
 class SGLang:

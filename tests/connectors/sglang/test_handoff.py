@@ -7,7 +7,6 @@ did not come has failed with a reason, nothing is held, and nobody wrote into a 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
@@ -18,7 +17,6 @@ import pytest
 
 from tests.connectors.sglang.pd_pair import (
     MHA_BYTES,
-    MLA_BYTES,
     PYTHON,
     SGLang,
     nodes_for,
@@ -104,9 +102,7 @@ def _sent_pages(pair):
 def test_other_engines(sglang, nodes, how):
     """Latents; a tree in the decode engine; a prefill engine that computes before it is met."""
     told = {"mla": {"kv": "mla"}, "radix": {"radix": 1}, "optimistic": {"optimistic": 2}}[how]
-    with contextlib.ExitStack() as ends:
-        nodes = ends.enter_context(nodes_for(MLA_BYTES)) if how == "mla" else nodes
-        pair = ends.enter_context(pair_of(sglang, nodes, prefill=dict(told), decode=dict(told)))
+    with pair_of(sglang, nodes, prefill=dict(told), decode=dict(told)) as pair:
         pair.came(prompt(6, 61))
         pair.came(prompt(6, 61) + prompt(3, 62))
         pair.came(prompt(6, 61, 0))
@@ -241,7 +237,7 @@ def test_an_engine_that_is_not_served(sglang, nodes, told, why):
 def test_a_pool_that_does_not_fit(sglang):
     """The engine does not start, and says which pool would."""
     with (
-        nodes_for(MLA_BYTES) as small,
+        nodes_for(MHA_BYTES // 2) as small,
         pytest.raises(AssertionError, match=f"page_bytes = {MHA_BYTES}"),
         pair_of(sglang, small),
     ):
