@@ -28,6 +28,7 @@ import time
 from array import array
 from typing import TYPE_CHECKING, Any, Final
 
+import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
@@ -173,11 +174,13 @@ class KvdTransfer(CommonKVManager):
     def post(self, host: str, port: int, letter: Letter) -> None:
         """Send a letter; an engine that is not there gets none."""
         address = NetworkAddress(host, port)
+        endpoint = address.to_tcp()
         try:
-            self._send_multipart_locked(
-                address.to_tcp(), frames_of(letter), is_ipv6=address.is_ipv6
-            )
-        except OSError as error:
+            socket = self._connect(endpoint, is_ipv6=address.is_ipv6)
+            with self._socket_send_locks[endpoint]:
+                # Not SGLang's way, which waits 30 s for one that has gone: the loop is everybody's.
+                socket.send_multipart(frames_of(letter), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
             logger.warning("kvd: nothing was told to %s:%d: %s", host, port, error)
 
     @override
@@ -379,6 +382,8 @@ class KvdReceiver(CommonKVReceiver):
         if self._is_second:
             raise KVTransferError(self.bootstrap_room, SECOND.format(self.bootstrap_room))
         _let_go(self, self._incoming, "it has failed on another rank")
+        # Another engine may be where that one was: the next request asks where it reads letters.
+        self.invalidate_cached_bootstrap_infos()
         super().failure_exception()
 
     @override

@@ -201,7 +201,8 @@ class OutgoingKV(RoomHandoff):
 
     @override
     async def _hand_over(self) -> None:
-        self._check(await self._wanted.get())
+        wanted = await self._wanted.get()
+        self._check(wanted)
         fit = await self._link.here()
         terms = self.terms
         lease = await fit.node.lease(
@@ -214,7 +215,11 @@ class OutgoingKV(RoomHandoff):
         send: Send | None = None
         try:
             send = await fit.node.send(
-                terms.kvd_room, lease=lease, namespace=terms.namespace, deadline_s=terms.within_s
+                terms.kvd_room,
+                lease=lease,
+                namespace=terms.namespace,
+                deadline_s=terms.within_s,
+                to=wanted.node,
             )
             self._tell(RoomOpen(terms.room, self._life, fit.node.name))
             self.stage = HandoffStage.OPEN
