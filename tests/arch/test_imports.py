@@ -124,6 +124,7 @@ HOMES = {
     "sglang": (
         "kvd/connectors/sglang/backend.py",
         "kvd/connectors/sglang/linker.py",
+        "kvd/connectors/sglang/disaggregation.py",
         "kvd/connectors/sglang/__init__.py",
     ),
     "lmcache": (

@@ -25,10 +25,13 @@ Read in this order:
 
 from __future__ import annotations
 
+import enum
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvd.connectors.sglang.backend import KvdHiCache
     from kvd.connectors.sglang.linker import KvdLinker
 
@@ -40,6 +43,12 @@ MATCH: Final = (
 """Of SGLang's tree: what asks a linker about a prompt, whose start it does not tell."""
 
 
+UTILS: Final = "sglang.srt.disaggregation.utils"
+
+TRANSFERS: Final = "kvd"
+"""What ``--disaggregation-transfer-backend`` has for ours."""
+
+
 def register() -> None:
     """The entry point ``sglang.srt.plugins``: who changes weights is seen, and what is matched."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
@@ -49,7 +58,41 @@ def register() -> None:
     for target in UPDATES:
         HookRegistry.register(target, weight_changes.begin, HookType.BEFORE)
     HookRegistry.register(MATCH, _tell_linker, HookType.BEFORE)
+    _add_transfers()
     weight_changes.is_watched = True
+
+
+def _add_transfers() -> None:
+    """The sixth of SGLang's backends of transfers: its enumeration, its flag, and its classes."""
+    from sglang.srt.arg_groups.choices import (  # noqa: PLC0415
+        DISAGG_TRANSFER_BACKEND_CHOICES,
+        add_disagg_transfer_backend_choices,
+    )
+    from sglang.srt.disaggregation.utils import TransferBackend  # noqa: PLC0415
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
+
+    if TRANSFERS not in DISAGG_TRANSFER_BACKEND_CHOICES:
+        add_disagg_transfer_backend_choices([TRANSFERS])
+    known = {member.name: member.value for member in TransferBackend}
+    known[TRANSFERS.upper()] = TRANSFERS
+    # A class anew: an enumeration that has members cannot be added to.
+    wider = enum.Enum("TransferBackend", known, module=UTILS)  # type: ignore[misc]
+    HookRegistry.register(f"{UTILS}.TransferBackend", wider, HookType.REPLACE)
+    HookRegistry.register(f"{UTILS}.get_kv_class", _kv_class, HookType.AROUND)
+
+
+def _kv_class(known: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+    """Ours where it is ours; else SGLang's."""
+    if transfer_backend.value != TRANSFERS or class_type.value == "kvargs":
+        return known(transfer_backend, class_type)
+    from kvd.connectors.sglang import disaggregation  # noqa: PLC0415
+
+    return {
+        "manager": disaggregation.KvdTransfer,
+        "sender": disaggregation.KvdSender,
+        "receiver": disaggregation.KvdReceiver,
+        "bootstrap_server": disaggregation.KvdBootstrapServer,
+    }[class_type.value]
 
 
 def _tell_linker(wrapper: Any, key: Any, req: Any, result: object) -> None:

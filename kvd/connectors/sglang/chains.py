@@ -39,6 +39,35 @@ def key_of(name: str) -> bytes:
     return hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
 
 
+class PromptKeys(NamedTuple):
+    """Keys of all pages of a prompt, the last of which may be begun only."""
+
+    keys: list[bytes]
+    is_shared: bool
+    """Whether its tokens alone say what its KV is."""
+
+    def of_life(self, life: str) -> list[bytes]:
+        """Those that two engines use in this life of a room; of a shared prompt always the same."""
+        if self.is_shared:
+            return self.keys
+        return [hashlib.sha256(life.encode() + b"\0" + key).digest() for key in self.keys]
+
+
+def keys_of_prompt(names: Sequence[str], rest: bytes, seed: bytes) -> list[bytes]:
+    """Those of whole pages, and one for a page that is begun.
+
+    Args:
+        names: SGLang's, of the whole pages.
+        rest: the tokens of a page that is not whole; empty: there is none.
+        seed: what SGLang's names of this prompt begin with, such as a salt.
+    """
+    keys = [key_of(name) for name in names]
+    if not rest:
+        return keys
+    before = keys[-1] if keys else seed
+    return [*keys, hashlib.sha256(b"begun\0" + before + rest).digest()]
+
+
 class PageChain:
     """The pages of one call, and those before them: names from the start of the prompt.
 

@@ -41,6 +41,7 @@ from kvd.connectors.identity import attribute
 from kvd.connectors.refusals import BROKEN
 from kvd.connectors.sglang.backend import NOT_WATCHED, namespace_of
 from kvd.connectors.sglang.chains import KnownChains, PageChain
+from kvd.connectors.sglang.device_pool import DeviceBuffers
 from kvd.connectors.sglang.host_pages import HostPages
 from kvd.connectors.sglang.identity import weight_changes
 from kvd.connectors.sglang.options import check_version, linker_options
@@ -65,29 +66,15 @@ ONLY_FULL: Final = (
 )
 
 
-class DevicePool:
-    """A device pool of SGLang's as ``HostPages`` reads a host pool: of each layer some buffers."""
-
-    shared_allocation_domain = None
-    dcp_size = 1
-    layout = "device"
+class DevicePool(DeviceBuffers):
+    """A device pool of SGLang's, from its class."""
 
     def __init__(self, pool: MHATokenToKVPool | MLATokenToKVPool) -> None:
         pointers, n_bytes, page_bytes = pool.get_contiguous_buf_infos()
-        self.page_size = int(pool.page_size)
+        super().__init__(pointers, n_bytes, page_bytes, int(pool.page_size))
         self.dtype = pool.dtype
         self.device = str(torch.device(pool.device))
         self.storage_format_tag = type(pool).__name__
-        self._buffers = list(zip(pointers, page_bytes, strict=True))
-        self.page_num = min(
-            size // of_page for size, of_page in zip(n_bytes, page_bytes, strict=True)
-        )
-
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Where the buffers of these pages lie, and how many bytes each has of a page."""
-        numbers = (indices[:: self.page_size] // self.page_size).tolist()
-        addresses = [at + number * size for number in numbers for at, size in self._buffers]
-        return addresses, [size for _ in numbers for _, size in self._buffers]
 
 
 class _Told(NamedTuple):

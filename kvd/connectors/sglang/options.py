@@ -20,6 +20,9 @@ TESTED: Final = ("0.5.23",)
 SGLANGS: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
 """Keys that are not for us; it takes its others out before."""
 
+HANDOFF_VARIABLE: Final = "KVD_SGLANG"
+"""SGLang has no flag for what a backend of transfers is told."""
+
 NEEDS_V1: Final = (
     'kvd: "interface_v1": 1 is missing in --hicache-storage-backend-extra-config: without it '
     "SGLang copies each page once more, and says neither where it lies nor what is before it"
@@ -64,6 +67,19 @@ def linker_options(extra: Mapping[str, object] | None) -> StorageOptions:
         ValueError: it has a key that nobody knows.
     """
     return _options(extra or {})
+
+
+def handoff_options(environment: Mapping[str, str]) -> StorageOptions:
+    """What the variable ``KVD_SGLANG`` says to us: JSON, with the keys of a linker.
+
+    Raises:
+        ValueError: it is no such thing, or has a key that nobody knows.
+    """
+    text = environment.get(HANDOFF_VARIABLE, "")
+    try:
+        return _options(msgspec.json.decode(text, type=dict[str, object]) if text else {})
+    except msgspec.DecodeError as error:
+        raise ValueError(f"kvd: {HANDOFF_VARIABLE} is no JSON object: {error}") from None
 
 
 def _options(given: Mapping[str, object]) -> StorageOptions:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from kvd.client import Code, KvdError
 from kvd.client.mapping import bytes_per_page
@@ -24,24 +24,26 @@ from kvd.connectors.sglang.host_pages import LEAST_PAGE_TOKENS, UnfitHostPool
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvd.client import EngineBlocks, Pool, SyncLease, SyncNode
+    from kvd.client import EngineBlocks, Node, Pool, SyncLease, SyncNode
     from kvd.connectors.sglang.host_pages import HostPages
     from kvd.connectors.sglang.options import StorageOptions
 
 logger = logging.getLogger("kvd.connectors.sglang")
 
+N = TypeVar("N", bound="Node | SyncNode")
+
 TIER_WITHIN_S: Final = 0.1
 """Pages in a tier below the pool are waited for so long."""
 
 
-class StorageSession:
-    """A session with a daemon whose pool fits, and SGLang's host pools beside it.
+class PagesFit(Generic[N]):
+    """A session with a daemon whose pool fits, and memory of SGLang's pages beside it.
 
     Raises:
         UnfitHostPool: no page of SGLang's is ever one of that pool.
     """
 
-    def __init__(self, node: SyncNode, pool: Pool, *, threads: int) -> None:
+    def __init__(self, node: N, pool: Pool, *, threads: int) -> None:
         if pool.shards:
             raise UnfitHostPool(
                 f"pool {pool.name} is in {len(pool.shards)} shards, and a page of SGLang's is in "
@@ -72,6 +74,16 @@ class StorageSession:
                 threads=self._threads,
             )
         return found
+
+    def close_blocks(self) -> None:
+        """Wait for what moves, and give nothing of SGLang's memory to the mover any more."""
+        for blocks in self._blocks.values():
+            blocks.close()
+        self._blocks.clear()
+
+
+class StorageSession(PagesFit["SyncNode"]):
+    """The same, with what a store asks."""
 
     def matched(self, keys: Sequence[bytes], namespace: str) -> int:
         """How many pages are there from the first one on; those in a tier are brought."""
@@ -132,23 +144,20 @@ class StorageLink:
         Raises:
             KvdError: ``layout-mismatch``: its pool is not for them.
         """
-        expects: dict[str, str | int] = {"family": "raw"}
-        if pages.page_size >= LEAST_PAGE_TOKENS:
-            expects["page_size"] = pages.page_size
         with self._lock:
             self._session = ConnectorSession(
                 self._options.endpoint or None,
                 name=self._name,
                 kind="sglang",
                 fit=lambda node: self._fit(node, pages),
-                expects=expects,
+                expects=expected_of(pages),
                 logger=logger,
                 without="pages are neither found nor stored",
             )
             try:
                 self._session.open()
             except KvdError as error:
-                raise _with_section(error, pages) from None
+                raise with_section(error, pages) from None
 
     def _fit(self, node: SyncNode, pages: HostPages) -> StorageSession:
         options = self._options
@@ -209,7 +218,14 @@ class StorageLink:
             logger.warning("kvd: not everything is stored: %s", why)
 
 
-def _with_section(error: KvdError, pages: HostPages) -> KvdError:
+def expected_of(pages: HostPages) -> dict[str, str | int]:
+    """What a pool must be for these pages, as ``connect`` takes it."""
+    if pages.page_size >= LEAST_PAGE_TOKENS:
+        return {"family": "raw", "page_size": pages.page_size}
+    return {"family": "raw"}
+
+
+def with_section(error: KvdError, pages: HostPages) -> KvdError:
     """The same, with the pool that would fit."""
     told = f"{error}; a pool for these pages:\n{pages.section()}"
     return refused_here(Code.LAYOUT_MISMATCH, told)

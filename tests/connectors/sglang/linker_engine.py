@@ -21,7 +21,7 @@ from sglang.srt import runtime_context
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
@@ -35,7 +35,15 @@ from kvd.connectors import daemon_link
 from kvd.connectors.sglang import linker, register
 from kvd.connectors.sglang.page_store import PageStore
 from tests.connectors.sglang import engine
-from tests.connectors.sglang.engine import BOUND_S, PAGE, TOKENS, mha_device, prompt, times
+from tests.connectors.sglang.engine import (
+    BOUND_S,
+    PAGE,
+    TOKENS,
+    mha_device,
+    mla_device,
+    prompt,
+    times,
+)
 
 register()
 HookRegistry.apply_hooks()
@@ -150,10 +158,14 @@ class PlayedEngine:
 
     def _page(self, at, name):
         drawn = torch.Generator().manual_seed(int(name[:12], 16))
-        for layer in range(self.device.layer_num):
-            for buffer in (self.device.get_key_buffer(layer), self.device.get_value_buffer(layer)):
-                page = buffer[at : at + PAGE]
-                yield page, torch.randint(0, 200, page.shape, generator=drawn).to(page.dtype)
+        for buffer in self._buffers():
+            page = buffer[at : at + PAGE]
+            yield page, torch.randint(0, 200, page.shape, generator=drawn).to(page.dtype)
+
+    def _buffers(self):
+        if isinstance(self.device, MLATokenToKVPool):
+            return list(self.device.kv_buffer)
+        return [*self.device.k_buffer, *self.device.v_buffer]
 
     def write(self, at, name):
         for page, content in self._page(at, name):
@@ -209,6 +221,20 @@ def linker_finds_the_end_of_a_prompt_whose_start_the_device_has(socket):
         assert rank.answer(second) == (0, 3)
         assert rank.answer(longer) == (3, 6)
         assert rank.is_whole()
+
+
+def linker_has_latents(socket):
+    """MLA: one buffer of each layer, and whole and begun again by another engine."""
+    tokens = prompt(6, 20)
+    with played(socket, device=mla_device()) as rank:
+        assert rank.answer(tokens) == (0, 0)
+        rank.settle()
+        rank.evict()
+        assert rank.answer(tokens + prompt(2, 21)) == (0, 6)
+        assert rank.is_whole()
+    with played(socket, device=mla_device()) as another:
+        assert another.answer(tokens) == (0, 6)
+        assert another.is_whole()
 
 
 def linker_shares_with_another_engine(socket):

@@ -21,6 +21,9 @@ PYTHON = os.environ.get("KVD_SGLANG_PYTHON", "")
 PAGE_BYTES = 3 * 2 * 2 * 32 * 2 * 16
 """Layers, K and V, heads, their size, bfloat16, tokens: as ``engine`` has it."""
 
+MLA_PAGE_BYTES = 3 * 128 * 2 * 16
+"""Layers, latents, bfloat16, tokens."""
+
 pytestmark = pytest.mark.skipif(
     not PYTHON, reason="set KVD_SGLANG_PYTHON to a Python with SGLang 0.5.23 to run its classes"
 )
@@ -83,7 +86,7 @@ SCENARIOS = (
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_sglang(sglang, scenario) -> None:
-    page_bytes = 3 * 128 * 2 * 16 if scenario == "mla_pages" else PAGE_BYTES
+    page_bytes = MLA_PAGE_BYTES if scenario == "mla_pages" else PAGE_BYTES
     with daemon_for(page_bytes, pages=400) as daemon:
         run(sglang, scenario, daemon)
         nothing_is_held(daemon)
@@ -92,6 +95,7 @@ def test_sglang(sglang, scenario) -> None:
 LINKED = (
     "linker_keeps_what_the_device_evicts",
     "linker_finds_the_end_of_a_prompt_whose_start_the_device_has",
+    "linker_has_latents",
     "linker_shares_with_another_engine",
     "linker_holds_what_it_has_told",
     "linker_aborts_nobody_whose_pages_are_gone",
@@ -104,7 +108,8 @@ LINKED = (
 @pytest.mark.parametrize("scenario", LINKED)
 def test_linker(sglang, scenario) -> None:
     """SGLang's own tree, allocator and device pool, with kvd behind them."""
-    with daemon_for(PAGE_BYTES, pages=40) as daemon:
+    page_bytes = MLA_PAGE_BYTES if scenario == "linker_has_latents" else PAGE_BYTES
+    with daemon_for(page_bytes, pages=40) as daemon:
         run(sglang, scenario, daemon)
         nothing_is_held(daemon)
 

@@ -1,0 +1,497 @@
+"""SGLang's backend of transfers between prefill and decode engines, by way of the nodes' daemons.
+
+    --disaggregation-mode prefill --disaggregation-transfer-backend kvd
+
+SGLang's own classes stay in charge of who meets whom: its bootstrap server, its tables of ranks,
+its queues, its timeouts. Ours hand the pages over, and say how far they are:
+
+    KVPoll        prefill engine                          decode engine
+    Bootstrapping the decode engine has no pages yet,     the prefill engine is looked up
+                  or this node none for the prompt
+    WaitingFor-   its room is open                        SGLang has no pages for the prompt
+    Input
+    Transferring  pages are copied and sent               pages are on their way
+    Success       the decode engine's node has all        all is in SGLang's pages
+    Failed        it ended, with a reason, and no byte of SGLang's pages moves
+
+SGLang may also free pages without asking: for an abort, or because another rank has failed. So
+``abort``, ``failure_exception`` and ``clear`` return when no byte moves. That is a wait for copies
+of this process alone, and no timer ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from array import array
+from typing import TYPE_CHECKING, Any, Final
+
+import zmq
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+    KVTransferError,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
+from sglang.srt.utils.network import NetworkAddress
+from sglang.version import __version__ as sglang_version
+from typing_extensions import override
+
+from kvd.client import room_of
+from kvd.client.mover.engine_memory import HOST
+from kvd.connectors.identity import attribute
+from kvd.connectors.sglang.backend import NOT_WATCHED, namespace_of
+from kvd.connectors.sglang.chains import PromptKeys, keys_of_prompt
+from kvd.connectors.sglang.device_pool import MetadataRows, TransferPool
+from kvd.connectors.sglang.handoff_link import HandoffLink
+from kvd.connectors.sglang.host_pages import HostPages
+from kvd.connectors.sglang.identity import weight_changes
+from kvd.connectors.sglang.options import check_version, handoff_options
+from kvd.connectors.sglang.room_handoff import (
+    HandoffStage,
+    HandoffTerms,
+    IncomingKV,
+    OutgoingKV,
+    PageChunk,
+)
+from kvd.connectors.sglang.room_mail import Letter, RoomMail, frames_of, letter_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from kvd.connectors.sglang.room_handoff import RoomHandoff
+
+logger = logging.getLogger("kvd.connectors.sglang")
+
+READ_EVERY_MS: Final = 200
+"""A thread that reads letters looks so often whether it is to end."""
+
+NOT_SERVED: Final = (
+    "kvd hands over pages of full attention of equal ranks, and this engine has {}: use another "
+    "--disaggregation-transfer-backend"
+)
+
+SECOND: Final = "room {} is another request's: a router draws one for each"
+
+UNLIKE_RANKS: Final = (
+    "kvd hands over between engines of equal ranks: attention TP, CP and PP are {} there and {} "
+    "here"
+)
+
+QUEUES: Final = "sglang.srt.disaggregation"
+
+_told_by: set[str] = set()
+"""Queues that tell."""
+
+SAID_STAGES: Final = {
+    HandoffStage.MEETING: KVPoll.Bootstrapping,
+    HandoffStage.OPEN: KVPoll.WaitingForInput,
+    HandoffStage.MOVING: KVPoll.Transferring,
+    HandoffStage.DONE: KVPoll.Success,
+    HandoffStage.FAILED: KVPoll.Failed,
+}
+
+
+class KvdTransfer(CommonKVManager):
+    """What SGLang calls a manager: one in each rank of either engine.
+
+    Raises:
+        ValueError: the engine has KV that kvd does not hand over, ``KVD_SGLANG`` is not as it must
+            be, or SGLang is one that was not run.
+        KvdError: ``layout-mismatch``: the daemon's pool is not for these pages.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        disaggregation_mode: DisaggregationMode,
+        server_args: Any,
+        is_mla_backend: bool | None = False,  # noqa: FBT001, FBT002 - as SGLang calls it
+    ) -> None:
+        self._options = handoff_options(os.environ)
+        check_version(sglang_version, any_version=self._options.any_version)
+        if why := _why_not_served(args, server_args):
+            raise ValueError(NOT_SERVED.format(why))
+        if not weight_changes.is_watched:
+            logger.warning(NOT_WATCHED)
+        tell_prompts()
+        device = HOST if get_device().device == HOST else f"cuda:{args.gpu_id}"
+        pages = HostPages("kv", TransferPool(args), device=device)
+        logger.info("kvd: a pool for SGLang's pages:\n%s", pages.section())
+        config = _rank_of(server_args, is_mla=bool(is_mla_backend))
+        self.namespace = namespace_of(config, pages, self._options)
+        rank = f"{disaggregation_mode.value}-tp{config.tp_rank}-{os.getpid()}"
+        self.link = HandoffLink(
+            self._options.name or f"sglang-{rank}",
+            self._options,
+            pages,
+            why_over=lambda: weight_changes.why_over,
+        )
+        self.link.start()
+        self.rows = MetadataRows(args.aux_data_ptrs, args.aux_item_lens)
+        timeouts = (
+            envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
+            envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get(),
+        )
+        is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
+        self._within_s = float(sum(timeouts) if is_prefill else timeouts[1])
+        self.mail = RoomMail(float(timeouts[0]))
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self._is_closed = threading.Event()
+        self._reader = threading.Thread(target=self._read_letters, name="kvd-mail", daemon=True)
+        self._reader.start()
+        if not is_prefill:
+            self._start_heartbeat_checker_thread()
+
+    # ---- what requests need ----------------------------------------------------------------------
+
+    def terms_of(self, room: int, req: Any) -> HandoffTerms:
+        """What is said of a request's room."""
+        tokens = array("q", req.origin_input_ids)
+        if attribute(req, "pd_rebootstrap_in_progress"):
+            tokens.extend(req.output_ids)
+        ranks = (self.attn_tp_size, self.attn_tp_rank)
+        return HandoffTerms(
+            room=room,
+            kvd_room=room if ranks[0] == 1 else room_of(f"sglang {room} {ranks[1]}"),
+            prompt=prompt_of(req, tokens, int(self.kv_args.page_size)),
+            n_tokens=len(tokens),
+            namespace=self.namespace,
+            within_s=self._within_s,
+        )
+
+    def post(self, host: str, port: int, letter: Letter) -> None:
+        """Send a letter; an engine that is not there gets none."""
+        address = NetworkAddress(host, port)
+        endpoint = address.to_tcp()
+        try:
+            socket = self._connect(endpoint, is_ipv6=address.is_ipv6)
+            with self._socket_send_locks[endpoint]:
+                # Not SGLang's way, which waits 30 s for one that has gone: the loop is everybody's.
+                socket.send_multipart(frames_of(letter), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.warning("kvd: nothing was told to %s:%d: %s", host, port, error)
+
+    @override
+    def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
+        """The prefill engine has summed the whole prompt; here a part of it may be older."""
+        return not get_disagg().disaggregation_decode_enable_radix_cache
+
+    # ---- SGLang's memory -------------------------------------------------------------------------
+
+    def deregister_buffer_to_engine(self) -> None:
+        """SGLang is about to give its memory back to the device: no byte of it moves then."""
+        self.link.shut("SGLang has released its memory")
+
+    def register_buffer_to_engine(self) -> None:
+        """It is there again."""
+        self.link.open_again()
+
+    def close(self) -> None:
+        """Leave the daemon; repeatable."""
+        self._is_closed.set()
+        self._reader.join()
+        self.link.close()
+
+    def _read_letters(self) -> None:
+        while not self._is_closed.is_set():
+            if self.server_socket.poll(READ_EVERY_MS):
+                letter = letter_of(self.server_socket.recv_multipart())
+                if letter is None:
+                    logger.warning("kvd: a letter that is none was dropped")
+                else:
+                    self.mail.came(letter)
+
+
+class KvdSender(CommonKVSender):
+    """A request of the prefill engine."""
+
+    _outgoing: OutgoingKV | None = None
+    _is_second = False
+    """Its room is another request's: SGLang's tables, which go by room, are that one's."""
+    conclude_state: Any
+    _early_send_wait_event: Any
+
+    def tell_prompt(self, req: Any) -> None:
+        """Which prompt it is; kvd's plugin says it."""
+        if self.conclude_state is not None or not self._has_room():
+            return
+        terms = self.kv_mgr.terms_of(self.bootstrap_room, req)
+        outgoing = OutgoingKV(self.kv_mgr.link, terms, self.kv_mgr.post)
+        if not self.kv_mgr.mail.open(self.bootstrap_room, outgoing.read):
+            self._is_second, self.conclude_state = True, KVPoll.Failed
+            return
+        self._outgoing = outgoing
+        outgoing.start()
+
+    def _has_room(self) -> bool:
+        return bool(self.kv_mgr.request_status.get(self.bootstrap_room) != KVPoll.Failed)
+
+    @override
+    def send(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+        indices_event: object | None = None,
+    ) -> None:
+        """Copy these pages, behind those of the calls before."""
+        outgoing = self._outgoing
+        if outgoing is None or self.conclude_state in {KVPoll.Success, KVPoll.Failed}:
+            return
+        first = self.curr_idx
+        self.curr_idx += len(kv_indices)
+        is_last = self.curr_idx == self.num_kv_indices
+        event, self._early_send_wait_event = self._early_send_wait_event, None
+        metadata = self.kv_mgr.rows.read(self.aux_index) if is_last else None
+        outgoing.put(PageChunk(first, [int(page) for page in kv_indices], event, metadata))
+        self._record_transfer_indices(kv_indices, state_indices)
+
+    @override
+    def poll(self) -> Any:
+        """How far it is; failed only when no byte of its pages moves."""
+        outgoing = self._outgoing
+        if self.conclude_state is None and outgoing is not None:
+            _take(self, outgoing)
+        status = super().poll()
+        return _said(status, outgoing)
+
+    @override
+    def clear(self) -> None:
+        """It is over for SGLang."""
+        if not self._is_second:
+            _let_go(self, self._outgoing, "SGLang has forgotten it")
+            super().clear()
+
+    @override
+    def failure_exception(self) -> None:
+        """Raise why it has failed; its pages are free then."""
+        if self._is_second:
+            raise KVTransferError(self.bootstrap_room, SECOND.format(self.bootstrap_room))
+        _let_go(self, self._outgoing, "it has failed on another rank")
+        super().failure_exception()
+
+    @override
+    def abort(self) -> None:
+        """SGLang gives it up; its pages are free then."""
+        if not self._is_second:
+            super().abort()
+            _let_go(self, self._outgoing, "it was aborted")
+
+
+class KvdReceiver(CommonKVReceiver):
+    """A request of the decode engine."""
+
+    _incoming: IncomingKV | None = None
+    _is_second = False
+    """As of a sender."""
+    conclude_state: Any
+
+    def tell_prompt(self, req: Any) -> None:
+        """Which prompt it is; kvd's plugin says it."""
+        if self.conclude_state is not None:
+            return
+        mgr = self.kv_mgr
+        terms = mgr.terms_of(self.bootstrap_room, req)
+        incoming = IncomingKV(mgr.link, terms, mgr.post, (mgr.local_ip, mgr.rank_port))
+        if not mgr.mail.open(self.bootstrap_room, incoming.read):
+            self._is_second, self.conclude_state = True, KVPoll.Failed
+            return
+        self._incoming = incoming
+
+    @override
+    def init(self, prefill_dp_rank: int) -> None:
+        """Look the prefill engine up."""
+        info = self.kv_mgr.prefill_info_table.get(self.bootstrap_addr)
+        if info is not None:
+            there = (info.attn_tp_size, info.attn_cp_size, info.pp_size)
+            here = (self.kv_mgr.attn_tp_size, self.kv_mgr.attn_cp_size, self.kv_mgr.pp_size)
+            if there != here:
+                _failed(self, UNLIKE_RANKS.format(there, here))
+                self.conclude_state = KVPoll.Failed
+                return
+        super().init(prefill_dp_rank)
+        if self._incoming is not None and self.conclude_state is None:
+            [found] = self.bootstrap_infos
+            self._incoming.meets(found["rank_ip"], int(found["rank_port"]))
+
+    @override
+    def _register_kv_args(self) -> bool:
+        """Nothing of the pool is told to the other engine: the daemons compare theirs."""
+        return True
+
+    @override
+    def send_metadata(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: Any = KVTransferDestination.DEVICE,
+        device_kv_indices: npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """Have these pages filled."""
+        incoming, rows = self._incoming, self.kv_mgr.rows
+        if incoming is None or aux_index is None:
+            _failed(self, "kvd was not told which prompt it is: its plugin must be loaded")
+            return
+        if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
+            raise NotImplementedError(NOT_SERVED.format("pages that do not lie in one pool"))
+        first = (decode_prefix_len or 0) // self.kv_mgr.kv_args.page_size
+        n_pages = len(incoming.terms.prompt.keys) - first
+        if len(kv_indices) != n_pages:
+            _failed(self, f"SGLang gives {len(kv_indices)} pages for {n_pages} of the prompt")
+            return
+        incoming.fill(
+            first,
+            [int(page) for page in kv_indices],
+            lambda metadata: rows.write(aux_index, metadata),
+        )
+        self.init_time = time.time()
+
+    @override
+    def poll(self) -> Any:
+        """How far it is; failed only when no byte of its pages moves."""
+        incoming = self._incoming
+        if self.conclude_state is None and incoming is not None:
+            _take(self, incoming)
+        status = super().poll()
+        return _said(status, incoming)
+
+    @override
+    def clear(self) -> None:
+        """It is over for SGLang."""
+        if not self._is_second:
+            _let_go(self, self._incoming, "SGLang has forgotten it")
+            super().clear()
+
+    @override
+    def failure_exception(self) -> None:
+        """Raise why it has failed; its pages are free then."""
+        if self._is_second:
+            raise KVTransferError(self.bootstrap_room, SECOND.format(self.bootstrap_room))
+        _let_go(self, self._incoming, "it has failed on another rank")
+        # Another engine may be where that one was: the next request asks where it reads letters.
+        self.invalidate_cached_bootstrap_infos()
+        super().failure_exception()
+
+    @override
+    def _send_abort_notification(self, *, force_arm: bool = False) -> None:
+        """Its pages are free then, and the prefill engine is told."""
+        _let_go(self, self._incoming, "the decode engine has aborted it")
+
+
+class KvdBootstrapServer(CommonKVBootstrapServer):
+    """SGLang's own, as it is."""
+
+
+# ---- for both sides ------------------------------------------------------------------------------
+
+
+def _take(side: Any, handoff: RoomHandoff) -> None:
+    """Write down for SGLang how far it is; in the thread of its scheduler alone."""
+    if handoff.stage is HandoffStage.FAILED:
+        _failed(side, handoff.why)
+    else:
+        side.kv_mgr.update_status(side.bootstrap_room, SAID_STAGES[handoff.stage])
+
+
+def _failed(side: Any, why: str) -> None:
+    with side.kv_mgr.failure_lock:
+        side.kv_mgr.failure_records.setdefault(side.bootstrap_room, why)
+    side.kv_mgr.update_status(side.bootstrap_room, KVPoll.Failed)
+
+
+def _said(status: Any, handoff: RoomHandoff | None) -> Any:
+    """A failure is said when no byte moves; until then it is on its way."""
+    if status != KVPoll.Failed or handoff is None or handoff.give_up("SGLang has given it up"):
+        return status
+    return KVPoll.Transferring
+
+
+def _let_go(side: Any, handoff: RoomHandoff | None, why: str) -> None:
+    if handoff is not None:
+        handoff.free_pages(why)
+        is_answered = handoff.stage is not HandoffStage.DONE
+        side.kv_mgr.mail.close(side.bootstrap_room, is_answered=is_answered)
+
+
+def prompt_of(req: Any, tokens: array[int], page_size: int) -> PromptKeys:
+    """The keys of a request's pages: SGLang's names of whole ones, as its storages have them."""
+    n_whole = len(tokens) // page_size * page_size
+    seed = storage_namespace_seed(req.extra_key, req.cache_salt)
+    names = get_hash_str(tokens[:n_whole], seed, page_size) if n_whole else []
+    is_shared = not req.skip_radix_cache_insert and req.input_embeds is None
+    keys = keys_of_prompt(names, tokens[n_whole:].tobytes(), bytes.fromhex(seed or ""))
+    return PromptKeys(keys, is_shared)
+
+
+def tell_prompts() -> None:
+    """Have SGLang's queues tell each request of ours which prompt it is; repeatable."""
+    for target, tell in (
+        (f"{QUEUES}.prefill.PrefillBootstrapQueue.create_sender", _tell_sender),
+        (f"{QUEUES}.decode.DecodePreallocQueue._create_receiver_and_enqueue", _tell_receiver),
+    ):
+        if target not in _told_by:
+            _told_by.add(target)
+            HookRegistry.register(target, tell, HookType.AFTER)
+    HookRegistry.apply_hooks()
+
+
+def _tell_sender(_made: object, _queue: object, req: Any, *_args: object, **_how: object) -> None:
+    if isinstance(req.disagg_kv_sender, KvdSender):
+        req.disagg_kv_sender.tell_prompt(req)
+
+
+def _tell_receiver(made: Any, _queue: object, req: Any, *_args: object, **_how: object) -> None:
+    if isinstance(made.kv_receiver, KvdReceiver):
+        made.kv_receiver.tell_prompt(req)
+
+
+def _why_not_served(args: Any, server_args: Any) -> str:
+    """What of it would be missing on the other side; empty: nothing."""
+    parallel = get_parallel()
+    found = {
+        "states beside KV (" + ", ".join(kind.value for kind in args.state_types) + ")": bool(
+            args.state_types
+        ),
+        "pools of a model that drafts": bool(args.num_draft_entries),
+        "ranks of a context or a pipeline": parallel.attn_cp_size * parallel.pp_size > 1,
+        "KV that is divided among ranks": (
+            parallel.attn_dcp_size > 1 or parallel.enable_kv_cache_sharding
+        ),
+        "adapters (SGLang draws a name for each in each server)": bool(
+            attribute(server_args, "enable_lora")
+        ),
+        "sparse KV in host memory": bool(attribute(server_args, "enable_hisparse")),
+        "rows of metadata on a device": envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() is not None,
+    }
+    return "; ".join(what for what, is_so in found.items() if is_so)
+
+
+def _rank_of(server_args: Any, *, is_mla: bool) -> HiCacheStorageConfig:
+    """Which part of the model this rank has, as SGLang tells a storage."""
+    parallel = get_parallel()
+    return HiCacheStorageConfig(
+        tp_rank=parallel.attn_tp_rank,
+        tp_size=parallel.attn_tp_size,
+        pp_rank=parallel.pp_rank,
+        pp_size=parallel.pp_size,
+        attn_cp_rank=parallel.attn_cp_rank,
+        attn_cp_size=parallel.attn_cp_size,
+        is_mla_model=is_mla,
+        enable_storage_metrics=False,
+        is_page_first_layout=False,
+        model_name=attribute(server_args, "served_model_name"),
+    )
