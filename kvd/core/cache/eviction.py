@@ -79,9 +79,6 @@ class EvictionOrder(Protocol):
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """``upper`` is the new upper half of ``lower``, which is touched next."""
 
-    def prefer(self, node: RadixNode, priority: int) -> None:
-        """Gives the path of ``node`` at least this ``priority``."""
-
     def pin(self, node: RadixNode) -> None:
         """``node`` is locked and not used: it keeps its place although it is passed."""
 
@@ -159,9 +156,6 @@ class LruOrder:
         del lower
         self._nodes[upper] = None
 
-    def prefer(self, node: RadixNode, priority: int) -> None:
-        """Nothing: priorities are not recency."""
-
     def pin(self, node: RadixNode) -> None:
         """``take_victims`` puts it back where it came upon it."""
         self._pinned[node] = None
@@ -201,19 +195,18 @@ class LruOrder:
 
     def ranks(self) -> dict[RadixNode, EvictionRank]:
         """What a ranked order by recency would remember of each node."""
-        return {node: EvictionRank(used, 0, 0) for used, node in enumerate(self._nodes)}
+        return {node: EvictionRank(used, 0) for used, node in enumerate(self._nodes)}
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class EvictionRank:
     """What a ranked order remembers of a node beside what the tree does."""
 
-    __slots__ = ("grown", "priority", "used")
+    __slots__ = ("grown", "used")
 
-    def __init__(self, used: int, grown: int, priority: int) -> None:
+    def __init__(self, used: int, grown: int) -> None:
         self.used = used
         self.grown = grown
-        self.priority = priority
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -242,7 +235,7 @@ class RankedOrder:
 
     def add(self, node: RadixNode) -> None:
         """Takes in ``node`` as used now, and makes its path as young as it is."""
-        self._ranks[node] = EvictionRank(0, 0, 0)
+        self._ranks[node] = EvictionRank(0, 0)
         # All of the path: by age a parent must come after its youngest child, or it would be
         # evicted first.
         for step in path_of(node):
@@ -280,11 +273,8 @@ class RankedOrder:
         for step in path_of(node):
             if step not in self._ranks:
                 below = [self._ranks[one] for one in step.children.values() if one in self._ranks]
-                self._ranks[step] = EvictionRank(
-                    used=0,
-                    grown=max([one.grown for one in below], default=0),
-                    priority=max([one.priority for one in below], default=0),
-                )
+                grown = max([one.grown for one in below], default=0)
+                self._ranks[step] = EvictionRank(used=0, grown=grown)
                 self.release(step)
         self.touch(node)
 
@@ -297,16 +287,10 @@ class RankedOrder:
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """Ranks ``upper`` like ``lower``, after it because it ends earlier."""
         rank = self._ranks[lower]
-        self._ranks[upper] = EvictionRank(rank.used, rank.grown, rank.priority)
+        self._ranks[upper] = EvictionRank(rank.used, rank.grown)
         # A locked one is entered when its last lock goes.
         if not upper.lock_ref:
             self.release(upper)
-
-    def prefer(self, node: RadixNode, priority: int) -> None:
-        """Raises the priority along the path, as far as it is lower."""
-        for step in path_of(node):
-            rank = self._ranks[step]
-            rank.priority = max(rank.priority, priority)
 
     def take_victims(self, n_bytes: int) -> list[RadixNode]:
         """Takes out the nodes of the lowest keys."""
@@ -392,7 +376,7 @@ def _by_age(node: RadixNode, rank: EvictionRank) -> Key:
 
 
 def _by_priority(node: RadixNode, rank: EvictionRank) -> Key:
-    return rank.priority, rank.used, -node.end_tokens
+    return node.priority, rank.used, -node.end_tokens
 
 
 def peek(order: EvictionOrder, limit: int) -> list[RadixNode]:

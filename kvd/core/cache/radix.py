@@ -369,8 +369,11 @@ class RadixTree:
         # A new leaf makes its path as young as itself. A locked parent has no place in the order.
         if not node.lock_ref:
             self._touch(node)
-        if priority:
-            self.order.prefer(leaf, priority)
+        # Above whoever is preferred everybody is: who is as high already ends it.
+        step: RadixNode | None = leaf
+        while step is not None and step.priority < priority:
+            step.priority = priority
+            step = step.parent
         return Extension(leaf, duplicates, tree_pages, pages)
 
     def _add_root(self, namespace: str) -> RadixNode:
@@ -425,6 +428,7 @@ class RadixTree:
         # Whoever locked the whole crosses both halves; the lower one keeps its identity, because
         # leases are anchored at ends of edges and an end stays where it is.
         upper.lock_ref, upper.hits = lower.lock_ref, lower.hits
+        upper.priority = lower.priority
         if parent is not None:
             parent.children[upper.key] = upper
         lower.parent = upper

@@ -31,6 +31,7 @@ class RadixNode:
         children: By their ``key``.
         lock_ref: Locks that cross this node now; a root has one more, its own.
         hits: Locks that ever crossed it: how many leases have used it.
+        priority: The highest of those that committed it or what is below it.
         touched_at: When it was last the end of a match or of an insertion, in seconds.
         writer: The session whose lease brought it; 0: a tier, or of before a restart.
     """
@@ -45,6 +46,7 @@ class RadixNode:
         "lock_ref",
         "pages",
         "parent",
+        "priority",
         "touched_at",
         "writer",
     )
@@ -72,6 +74,7 @@ class RadixNode:
         self.children = NO_CHILDREN
         self.lock_ref = 0
         self.hits = 0
+        self.priority = 0
         self.touched_at = touched_at
         self.writer = writer
 
