@@ -123,9 +123,10 @@ class DiskTierSection(msgspec.Struct, frozen=True):
     not there. What is no object of its pool is removed from it. Left out: there is no such tier."""
     size: Annotated[str | None, rule(SIZE_RULE), example("512GiB")] = None
     """What lies there takes no more than this. The oldest used is removed first."""
-    demote: Literal["always", "second-use", "never"] = "always"
+    demote: Literal["always", "second-use", "priority", "never"] = "always"
     """Which pages are written there before they leave the pool: all; those that a request has found
-    in the cache at least once; or none, and what lies there is still found."""
+    in the cache at least once; those of a request with a priority above 0; or none, and what lies
+    there is still found."""
     wait_s: Annotated[float, Meta(ge=0, le=600)] = 2.0
     """How long a request waits for its pages from there at most; then it takes what is in the pool.
     0: none does unless it says so."""
@@ -175,7 +176,7 @@ class StoreTierSection(msgspec.Struct, frozen=True):
     ttl_s: Annotated[float, Meta(ge=60, le=31536000)] = 86400.0
     """How long the bucket keeps an object: set its lifecycle to this or more. What this node knows
     of the store it forgets as often, and asks again."""
-    demote: Literal["always", "second-use", "never"] = "second-use"
+    demote: Literal["always", "second-use", "priority", "never"] = "second-use"
     """As tiers.disk.demote."""
     wait_s: Annotated[float, Meta(ge=0, le=600)] = 2.0
     """As tiers.disk.wait_s."""

@@ -40,6 +40,8 @@ class Demotion(enum.Enum):
     ALWAYS = "always"
     SECOND_USE = "second-use"
     """Those that somebody has found in the cache at least once."""
+    PRIORITY = "priority"
+    """Those of somebody who asked for them with a priority above 0."""
     NEVER = "never"
 
 

@@ -162,7 +162,7 @@ class World:
                 name="store",
                 capacity_bytes=rng.choice(self.profile.tier_objects),
                 object_bytes=1,
-                demotion=rng.choice((Demotion.ALWAYS, Demotion.SECOND_USE)),
+                demotion=rng.choice((Demotion.ALWAYS, Demotion.SECOND_USE, Demotion.PRIORITY)),
                 wait_s=rng.choice((0.1, 1.0)),
                 deadline_s=2.0,
                 max_moving_bytes=rng.choice((1, 4, 32)),

@@ -125,6 +125,17 @@ def test_the_policy_says_what_is_written(demotion, is_used, objects):
     assert d.tier.index.n_objects == objects
 
 
+def test_what_goes_by_priority_has_the_prefix_of_those_that_have_one():
+    world = TieredWorld(d_pages=33, tier=disk(objects=200, demotion=Demotion.PRIORITY))
+    d = world.d
+    shared = tokens((1, 4 * PAGE))
+    cached(d, shared + tokens((500, 2 * PAGE)))
+    cached(d, shared + tokens((900, 3 * PAGE)), priority=1)
+    fill(world, d)
+    assert d.tier.index.n_objects == 4 + 3
+    assert d.tier.counts.evicted_unwritten == 0
+
+
 def test_the_tier_is_never_beyond_its_bound_and_the_oldest_go_first():
     world = TieredWorld(d_pages=17, tier=disk(objects=12))
     d = world.d

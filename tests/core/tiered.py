@@ -151,9 +151,9 @@ class TieredWorld(World):
             side.start_storage()
 
 
-def cached(side: Side, toks: Tokens, namespace: str = "") -> None:
+def cached(side: Side, toks: Tokens, namespace: str = "", priority: int = 0) -> None:
     """An engine has computed these tokens, and let go of them."""
-    lease = side.lease(toks, namespace=namespace)
+    lease = side.lease(toks, namespace=namespace, priority=priority)
     side.write(lease.pages, toks, namespace)
     side.call(client.CommitAndRelease, lease=lease.lease)
 

@@ -167,10 +167,15 @@ class Demoter:
 
     def wants(self, node: RadixNode) -> bool:
         """Whether the policy would have it written."""
-        demotion = self.tier.settings.demotion
-        return demotion is Demotion.ALWAYS or (
-            demotion is Demotion.SECOND_USE and node.hits >= USED_TWICE
-        )
+        match self.tier.settings.demotion:
+            case Demotion.ALWAYS:
+                return True
+            case Demotion.SECOND_USE:
+                return node.hits >= USED_TWICE
+            case Demotion.PRIORITY:
+                return node.priority > 0
+            case Demotion.NEVER:
+                return False
 
     @property
     def writes_at_stop(self) -> bool:
