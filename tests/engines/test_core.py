@@ -65,8 +65,10 @@ def test_hit(run, tmp_path):
     asks = [WARM, {}, {"ids": TURN}]
     with one_daemon(tmp_path, POOL) as daemon:
         first, again = run(daemon, asks), run(daemon, asks)
+        few = run(daemon, [WARM, {"params": {"max_load_tokens": 100}}])
     assert [answer["cached"] for answer in again[1:]] == [CACHED, 256]
     assert first[1]["cached"] == 0
+    assert few[1]["cached"] == 96
 
 
 def test_handoff(forks, models, alone, tmp_path):

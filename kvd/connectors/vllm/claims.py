@@ -191,10 +191,11 @@ class Claims:
         tracked.from_tier = range(upto - tiers.promoted_tokens, upto)
         if tracked.stage is not RequestStage.PROBING:
             return False
-        if not self._is_soon(tracked, tiers.tokens, tiers.ms):
+        n_more = tracked.loadable(upto, tiers.tokens)
+        if not self._is_soon(tracked, n_more, tiers.ms):
             return False
         link.say(lease.leave)
-        return self.wait_for_tier(link, tracked, tiers.tokens, tiers.ms)
+        return self.wait_for_tier(link, tracked, n_more, tiers.ms)
 
     def _took(self, link: NodeLink, tracked: Tracked, lease: SyncLease) -> None:
         """Its lease is here."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvd.client import PendingCall, SyncLease, SyncReceive
     from kvd.connectors.vllm.options import VllmOptions
-    from kvd.connectors.vllm.params import Meeting
+    from kvd.connectors.vllm.params import Meeting, Transfer
     from kvd.connectors.vllm.sessions import NodeLink, StepBudget
     from kvd.wire.snapshot import Snapshot
 
@@ -135,9 +135,11 @@ class LookUps:
 
     def _ask(self, link: NodeLink, tracked: Tracked) -> None:
         """Ask for it; ``asked_s`` is now."""
-        meeting = tracked.transfer.meeting
+        transfer = tracked.transfer
+        meeting = transfer.meeting
         # Of one token nothing can be loaded: the last one is computed in any case.
-        if meeting is None or meeting.peer == link.name or tracked.prompt_tokens < 2:
+        loads_none = tracked.prompt_tokens < 2 or transfer.most_loaded == 0
+        if meeting is None or meeting.peer == link.name or loads_none:
             if meeting is not None and meeting.peer == link.name:
                 tracked.takes_room = meeting.number
             tracked.stage, tracked.was_missed = RequestStage.PROBING, False
@@ -164,13 +166,20 @@ class LookUps:
             deadline_s=self._options.deadline_s,
             request_id=_as_name(tracked.id) if meeting.number else "",
             is_open=meeting.open,
-            as_it_comes=meeting.number > 0 and not tracked.transfer.sends and self.as_it_comes(),
+            as_it_comes=self._fills_as_it_comes(tracked.transfer),
             tiers="now",  # what its own node has below the pool comes from the other one as soon
         )
         if meeting.number:
             tracked.probe = link.ask(
                 link.node.begin_match, tracked.numbered(link.node), namespace=tracked.namespace
             )
+
+    def _fills_as_it_comes(self, transfer: Transfer) -> bool:
+        """Whether its blocks may be filled while the rest of it is computed."""
+        is_kept = transfer.meeting is not None and transfer.meeting.number > 0
+        return (
+            is_kept and not transfer.sends and transfer.most_loaded is None and self.as_it_comes()
+        )
 
     def probe(self, link: NodeLink, tracked: Tracked) -> None:
         """Ask how much of it is cached; nothing of that is kept for it.
@@ -241,7 +250,7 @@ class LookUps:
                 return True
         if found is None:
             return False
-        n_more, ms = found.tier_tokens, found.tier_ms
+        n_more, ms = tracked.loadable(found.tokens, found.tier_tokens), found.tier_ms
         if n_more and self.wait_for_tier(link, tracked, n_more, ms):
             return False
         self.found(tracked, found.tokens)

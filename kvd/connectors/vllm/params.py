@@ -2,8 +2,9 @@
 
 Two keys are the router's: ``do_remote_decode`` (another node decodes this prompt) and
 ``do_remote_prefill`` (another node has prefilled it). Ours is ``kvd``, which routers pass on as it
-is; other keys are others', and null is nothing. A request without ours, or with one that cannot be
-read, is looked up in the cache like any other: it is never an error.
+is. ``max_load_tokens`` is vLLM's, of what may be loaded; other keys are others', and null is
+nothing. A request without ours, or with one that cannot be read, is looked up in the cache like any
+other: it is never an error.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from kvd.types import MAX_ROOM
 
@@ -67,37 +69,50 @@ class Transfer(msgspec.Struct, frozen=True):
     """Where to get what is not here."""
     room: int = 0
     """Where it is kept for that node, as the router wants it; 0: where this engine likes."""
+    most_loaded: int | None = None
+    """So many tokens may be loaded for it at a time; None: all."""
     is_odd: bool = False
 
 
 NO_TRANSFER: Final = Transfer()
 
 
-def transfer_of(params: object) -> Transfer:
+def transfer_of(params: object, *, hands_over: bool = True) -> Transfer:
     """What they mean; whatever cannot be read means nothing.
 
     Args:
         params: of a request: a mapping, most often. vLLM passes on other values that its users
             send, so one of them must not cost the session of all others.
+        hands_over: whether this engine does; else only what may be loaded is read.
     """
     if not params:
         return NO_TRANSFER
     if not isinstance(params, Mapping):
-        return Transfer(is_odd=True)
+        return Transfer(is_odd=hands_over)
+    most = params.get("max_load_tokens")
+    if type(most) is int and most >= 0:
+        found = Transfer(most_loaded=most)
+    else:
+        found = Transfer(is_odd=most is not None)
+    return _handed(params, found) if hands_over else found
+
+
+def _handed(params: Mapping[str, object], found: Transfer) -> Transfer:
+    """``found`` with what they say of other nodes."""
     sends = params.get("do_remote_decode") is True
     told = params.get(OURS)
     if told is None:
-        return Transfer(sends=sends)
+        return replace(found, sends=sends)
     try:
         meeting = msgspec.convert(told, Meeting)
         meeting.peer.encode()
     except (msgspec.ValidationError, ValueError, TypeError, RecursionError):
         # Texts may be none, as JSON has them: halves of characters.
-        return Transfer(sends=sends, is_odd=True)
+        return replace(found, sends=sends, is_odd=True)
     if meeting.is_odd:
-        return Transfer(sends=sends, is_odd=True)
+        return replace(found, sends=sends, is_odd=True)
     room = meeting.opened_number if sends else 0
-    return Transfer(sends=sends, meeting=meeting if meeting.peer else None, room=room)
+    return replace(found, sends=sends, meeting=meeting if meeting.peer else None, room=room)
 
 
 def kept_for_decode(node: str, room: int, at_s: float, *, is_open: bool) -> dict[str, object]:

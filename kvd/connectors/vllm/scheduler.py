@@ -334,8 +334,8 @@ class SchedulerHalf:
             self._requests.due.never(former)
             self._requests.let_go(former)
         transfer, params = NO_TRANSFER, request.kv_transfer_params
-        if params and self._options.handoffs:
-            transfer = transfer_of(params)
+        if params:
+            transfer = transfer_of(params, hands_over=self._options.handoffs)
             self.counts.odd_params += transfer.is_odd
         naming = self._naming
         if lora is not None or request.cache_salt:
@@ -389,6 +389,9 @@ class SchedulerHalf:
             tracked.found_tokens = tracked.saved_tokens
         tracked.local_tokens, tracked.allocations = local_tokens, 0
         n_tokens = min(tracked.found_tokens, request.num_tokens - 1)
+        most = tracked.transfer.most_loaded
+        if most is not None and n_tokens > local_tokens + most:
+            n_tokens = (local_tokens + most) // self.block_size * self.block_size
         if self._copies.has_states:
             # The state of a page is that behind its last token, and no other one is kept.
             n_tokens -= n_tokens % self.block_size

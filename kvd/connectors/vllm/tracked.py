@@ -206,6 +206,11 @@ class Tracked:
         first, read = self.loads_to - external_tokens, self.from_tier
         return max(0, min(self.loads_to, read.stop) - max(first, read.start))
 
+    def loadable(self, n_tokens: int, n_more: int) -> int:
+        """Of ``n_more`` tokens behind the first ``n_tokens``, those that may be loaded."""
+        most = self.transfer.most_loaded
+        return n_more if most is None else max(0, min(n_more, self.local_tokens + most - n_tokens))
+
     def unknown_tokens(self, upto_tokens: int) -> list[int]:
         """Those below ``upto_tokens`` that its lease does not know."""
         if upto_tokens <= self.known_tokens:

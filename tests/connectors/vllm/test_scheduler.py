@@ -791,6 +791,10 @@ def test_nodes_that_exchange_nothing_are_told_with_what_they_differ_in(node, eng
         ({"kvd": {"v": 1, "peer": "p", "room": "9" * 5000}}, False, False, True),
         ({"kvd": {1: 2}}, False, False, True),
         ({1: 2, "\ud800": 3}, False, False, False),
+        ({"max_load_tokens": 16}, False, False, False),
+        ({"max_load_tokens": -1}, False, False, True),
+        ({"max_load_tokens": True}, False, False, True),
+        ({"max_load_tokens": "16", "do_remote_decode": True}, True, False, True),
         ("kvd", False, False, True),
         (["kvd"], False, False, True),
         (7, False, False, True),
@@ -810,6 +814,27 @@ def test_params_of_one_user_do_not_cost_the_session_of_all(node, engine, params)
     assert [one.upto_tokens for one in engine.loads] == [WHOLE]
     assert (engine.connects, engine.half.counts.odd_params) == (1, 1)
     engine.finish(request)
+
+
+@pytest.mark.parametrize(("most", "loaded"), [(100, [WHOLE]), (9, [8]), (3, []), (0, [])])
+@pytest.mark.parametrize("handoffs", [True, False])
+def test_no_more_is_loaded_than_a_request_says_and_all_of_it_is_saved(node, most, loaded, handoffs):
+    node.share(PROMPT[:WHOLE])
+    engine = MiniEngine(node, handoffs=handoffs)
+    request = engine.add(Request(1, PROMPT, {"max_load_tokens": most}))
+    while request.num_computed_tokens < len(PROMPT):
+        engine.step()
+    engine.finish(request)
+    assert [one.upto_tokens for one in engine.loads] == loaded
+    assert not engine.saves, "it is all cached"
+
+
+def test_nothing_is_fetched_for_a_request_that_loads_nothing(node, engine):
+    request = engine.add(Request(1, PROMPT, MEETS | {"max_load_tokens": 0}))
+    engine.step()
+    engine.finish(request)
+    assert not node.receives
+    assert not engine.loads
 
 
 def test_a_node_that_cannot_be_asked_is_none(node, engine):

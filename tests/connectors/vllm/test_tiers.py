@@ -118,6 +118,15 @@ def test_what_a_tier_has_is_waited_for_no_longer_than_it_takes_to_compute(engine
     assert engine.node.waited_s == [3 * BLOCK / 100.0]
 
 
+@pytest.mark.parametrize(
+    ("most", "found", "waits"),
+    [(12, 3 * BLOCK, []), (16, 4 * BLOCK, [0.04]), (100, 6 * BLOCK, [0.12])],
+)
+def test_a_tier_is_waited_for_where_more_of_it_may_be_loaded(engine, most, found, waits):
+    assert found_of(engine, Request(1, SHORT, {"max_load_tokens": most})) == found
+    assert engine.node.waited_s == waits
+
+
 def test_it_is_told_how_much_was_read_from_a_tier(engine):
     request = Request(1, SHORT)
     found = found_of(engine, request)
