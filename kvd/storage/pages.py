@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvd.storage.sizes import BLOCK_BYTES
 from kvd.transfer.descriptors import strays
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ class ObjectPages:
         self.page_bytes = int(self.sizes.sum())
         self.offsets: Words = self.sizes.cumsum() - self.sizes
         """Of each piece in the page."""
+
+    @property
+    def are_blocks(self) -> bool:
+        """Whether each piece of each page is whole blocks, in memory and in an object."""
+        ends = np.concatenate([self._begin, self._step, self.sizes])
+        return not (ends % BLOCK_BYTES).any()
 
     def strays(self, pages: Pages) -> list[int]:
         """Those that are no pages of the pool."""

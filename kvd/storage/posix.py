@@ -44,6 +44,7 @@ from kvd.storage.backend import (
     StorageLost,
     StoredObject,
 )
+from kvd.storage.cold_files import forget_head, is_cold, read_past_cache, reads_past_cache
 from kvd.storage.nixl_files import FileMove, FileQueue
 from kvd.storage.objects import BadObject, escaped
 from kvd.storage.sizes import HEAD_BYTES, object_bytes
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 MARK: Final = "kvd-tier"
 LOCK: Final = "lock"
 WRITING: Final = "writing"
+TRIAL: Final = "trial"
 NAME: Final = "namespace"
 """The file that has the name of a namespace whose directory is a digest."""
 
@@ -90,12 +92,16 @@ class DirectoryTier(Backend):
         self._writing = os.path.join(self._root, WRITING)
         self._size = object_bytes(pages.page_bytes)
         self._shape = (pages.offsets + np.uint64(HEAD_BYTES), pages.sizes)
+        self._skips_cache = False
+        """Whether a page that is not in the kernel's page cache is read past it."""
         self._made: set[str] = set()
         """Directories that are known to be there."""
         self._drafts = 0
         try:
             self._lock = _taken(directory)
             os.makedirs(self._writing, mode=0o700, exist_ok=True)
+            trial = os.path.join(self._writing, TRIAL)
+            self._skips_cache = pages.are_blocks and reads_past_cache(trial)
         except OSError as exc:
             raise StorageLost(f"the directory {directory} cannot be used: {exc.strerror}") from exc
 
@@ -158,7 +164,12 @@ class DirectoryTier(Backend):
     @override
     def get(self, objects: Sequence[ObjectRead]) -> list[ObjectHead | BadObject]:
         with contextlib.ExitStack() as opened:
-            found = [self._opened(read, opened) for read in objects]
+            # All of them first: then the disk reads all heads that it has to at the same time.
+            files = [self._opened(read.name, opened) for read in objects]
+            found = [
+                _source(file, read, self._size) if isinstance(file, _File) else file
+                for file, read in zip(files, objects, strict=True)
+            ]
             sources = [
                 (source, read)
                 for source, read in zip(found, objects, strict=True)
@@ -172,25 +183,20 @@ class DirectoryTier(Backend):
                 raise
             for source, read in sources:
                 _date(source.fd, read.used_ns)
+                if source.is_cold:
+                    forget_head(source.fd)
         return [source.head if isinstance(source, _Source) else source for source in found]
 
-    def _opened(self, read: ObjectRead, opened: contextlib.ExitStack) -> _Source | BadObject:
-        """The file of an object that is as long as it says, and is what it should be."""
+    def _opened(self, name: ObjectName, opened: contextlib.ExitStack) -> _File | BadObject:
+        """The file of an object; closed with ``opened``."""
         try:
-            fd = os.open(self._path(read.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             opened.callback(os.close, fd)
-            size = os.fstat(fd).st_size
-            head = read.judge(os.pread(fd, HEAD_BYTES, 0))
+            return _File(fd, is_cold=self._skips_cache and is_cold(fd))
         except FileNotFoundError:
             return BadObject("it is not there", is_there=False)
         except OSError as exc:
             return BadObject(f"{exc.strerror}")
-        if isinstance(head, BadObject):
-            return head
-        # A read beyond the end would fail without saying of which file.
-        if size != self._size:
-            return BadObject(f"its file has {size} bytes where {self._size} are right")
-        return _Source(fd, head)
 
     @override
     def exists(self, names: Sequence[ObjectName]) -> Existence:
@@ -289,11 +295,36 @@ class _Draft(NamedTuple):
     path: str
 
 
+class _File(NamedTuple):
+    """Of an object that is to be read; ``is_cold``: past the page cache."""
+
+    fd: int
+    is_cold: bool
+
+
 class _Source(NamedTuple):
     """An object that is read."""
 
     fd: int
     head: ObjectHead
+    is_cold: bool
+
+
+def _source(file: _File, read: ObjectRead, n_bytes: int) -> _Source | BadObject:
+    """The object in a file, if it is what it should be, and ``n_bytes`` long."""
+    try:
+        size = os.fstat(file.fd).st_size
+        head = read.judge(os.pread(file.fd, HEAD_BYTES, 0))
+        if isinstance(head, BadObject):
+            return head
+        # A read beyond the end would fail without saying of which file.
+        if size != n_bytes:
+            return BadObject(f"its file has {size} bytes where {n_bytes} are right")
+        if file.is_cold:
+            read_past_cache(file.fd)
+    except OSError as exc:
+        return BadObject(f"{exc.strerror}")
+    return _Source(file.fd, head, file.is_cold)
 
 
 def _taken(directory: str) -> int:
