@@ -6,8 +6,9 @@ names nothing; kvd makes a file an object, sums every page, verifies it, and say
 Reads are of files that the page cache has, and of files that were dropped from it before.
 
 In the rows of direct I/O the reference opens its files with ``O_DIRECT``, and a page lies behind a
-head as in an object; kvd goes through the page cache as ever. So they say what direct I/O would
-gain or cost: what a write of kvd has in the page cache, the reference has on the disk.
+head as in an object. kvd writes through the page cache as ever, and what it has not kvd reads past
+it: so the row of reads is one of like with like, and in that of writes the reference has on the
+disk what kvd has in memory.
 """
 
 from __future__ import annotations
