@@ -193,11 +193,15 @@ class RoomHandoff:
 
     async def _tell_over(self, host: str, port: int) -> None:
         """Tell the other engine, until it has heard it or is not there."""
-        over = RoomOver(self.terms.room, self._life, *self._post.here, self.why)
+        over = self._over(self._life, self.why)
         for turn in range(OVER_TIMES):
             if await self._was_heard(host, port, over, is_again=turn > 0):
                 return
         logger.warning("kvd: nobody at %s:%d hears that room %d is over", host, port, over.room)
+
+    def _over(self, life: str, why: str) -> RoomOver:
+        host, port = self._post.here
+        return RoomOver(room=self.terms.room, life=life, host=host, port=port, why=why)
 
     async def _was_heard(self, host: str, port: int, letter: Letter, *, is_again: bool) -> bool:
         self._heard_by_other.clear()
@@ -248,8 +252,7 @@ class OutgoingKV(RoomHandoff):
                 self._tell_open()
             case RoomWanted() if self._life or self.is_over:
                 why = self.why or f"room {letter.room} is another request's"
-                over = RoomOver(letter.room, letter.life, *self._post.here, why)
-                self._post.post(letter.host, letter.port, over)
+                self._post.post(letter.host, letter.port, self._over(letter.life, why))
             case RoomWanted():
                 self._life, self._other = letter.life, (letter.host, letter.port)
                 self._wanted.put_nowait(letter)

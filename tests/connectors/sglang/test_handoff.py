@@ -214,13 +214,13 @@ def test_other_prompts(pair, what):
 
 
 def test_a_room_that_another_request_has(pair):
-    pair.decode.tell("stop at", "load")
+    pair.prefill.tell("stop at", "save")
     rid = pair.add(fresh())
-    pair.decode.hear("at")
+    pair.prefill.hear("at")
     pair.add(fresh(), room=int(rid[1:]))
     for role in ("prefill", "decode"):
         assert "another request" in pair.why(role, rid)
-    pair.decode.tell("go")
+    pair.prefill.tell("go")
     assert pair.prefill.hear("over", rid=rid)["over"] == "sent"
     assert pair.decode.hear("over", rid=rid)["over"] == "came"
     pair.works_again()
