@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from array import array
@@ -58,13 +59,22 @@ from kvd.connectors.sglang.host_pages import HostPages
 from kvd.connectors.sglang.identity import weight_changes
 from kvd.connectors.sglang.options import check_version, handoff_options
 from kvd.connectors.sglang.room_handoff import (
+    WORD_BYTES,
     HandoffStage,
     HandoffTerms,
     IncomingKV,
     OutgoingKV,
     PageChunk,
 )
-from kvd.connectors.sglang.room_mail import Letter, RoomMail, frames_of, letter_of
+from kvd.connectors.sglang.room_mail import (
+    Letter,
+    RoomHeard,
+    RoomMail,
+    RoomOver,
+    RoomWanted,
+    frames_of,
+    letter_of,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -147,6 +157,8 @@ class KvdTransfer(CommonKVManager):
         is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         self._within_s = float(sum(timeouts) if is_prefill else timeouts[1])
         self.mail = RoomMail(float(timeouts[0]))
+        self._posting = threading.Lock()
+        self._engine = secrets.token_hex(WORD_BYTES)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self._is_closed = threading.Event()
         self._reader = threading.Thread(target=self._read_letters, name="kvd-mail", daemon=True)
@@ -171,17 +183,39 @@ class KvdTransfer(CommonKVManager):
             within_s=self._within_s,
         )
 
-    def post(self, host: str, port: int, letter: Letter) -> None:
-        """Send a letter; an engine that is not there gets none."""
+    @property
+    def here(self) -> tuple[str, int]:
+        """Where this rank reads letters."""
+        return self.local_ip, self.rank_port
+
+    def post(self, host: str, port: int, letter: Letter, *, is_again: bool = False) -> None:
+        """Send a letter; an engine that is not there gets none. Any thread may.
+
+        Args:
+            host: with ``port``, where it is read.
+            port: of a socket.
+            letter: what is told.
+            is_again: there was no answer. SGLang's sockets connect once: one that found nobody
+                finds nobody later, so it is made anew.
+        """
         address = NetworkAddress(host, port)
         endpoint = address.to_tcp()
-        try:
-            socket = self._connect(endpoint, is_ipv6=address.is_ipv6)
-            with self._socket_send_locks[endpoint]:
+        with self._posting:
+            try:
+                if is_again:
+                    self._disconnect(endpoint)
+                socket = self._connect(endpoint, is_ipv6=address.is_ipv6)
                 # Not SGLang's way, which waits 30 s for one that has gone: the loop is everybody's.
                 socket.send_multipart(frames_of(letter), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.warning("kvd: nothing was told to %s:%d: %s", host, port, error)
+            except zmq.ZMQError as error:
+                logger.warning("kvd: nothing was told to %s:%d: %s", host, port, error)
+
+    def _disconnect(self, endpoint: str) -> None:
+        with self._socket_lock:
+            for sockets in (self._socket_cache, self._monitor_cache):
+                socket = sockets.pop(endpoint, None)
+                if socket is not None:
+                    socket.close(linger=0)
 
     @override
     def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
@@ -210,8 +244,14 @@ class KvdTransfer(CommonKVManager):
                 letter = letter_of(self.server_socket.recv_multipart())
                 if letter is None:
                     logger.warning("kvd: a letter that is none was dropped")
-                else:
-                    self.mail.came(letter)
+                    continue
+                self.mail.came(letter)
+                if isinstance(letter, RoomWanted | RoomOver):
+                    self.post(letter.host, letter.port, self._heard(letter))
+
+    def _heard(self, letter: RoomWanted | RoomOver) -> RoomHeard:
+        is_over = isinstance(letter, RoomOver)
+        return RoomHeard(letter.room, letter.life, is_over=is_over, engine=self._engine)
 
 
 class KvdSender(CommonKVSender):
@@ -228,7 +268,7 @@ class KvdSender(CommonKVSender):
         if self.conclude_state is not None or not self._has_room():
             return
         terms = self.kv_mgr.terms_of(self.bootstrap_room, req)
-        outgoing = OutgoingKV(self.kv_mgr.link, terms, self.kv_mgr.post)
+        outgoing = OutgoingKV(self.kv_mgr.link, terms, self.kv_mgr)
         if not self.kv_mgr.mail.open(self.bootstrap_room, outgoing.read):
             self._is_second, self.conclude_state = True, KVPoll.Failed
             return
@@ -304,7 +344,7 @@ class KvdReceiver(CommonKVReceiver):
             return
         mgr = self.kv_mgr
         terms = mgr.terms_of(self.bootstrap_room, req)
-        incoming = IncomingKV(mgr.link, terms, mgr.post, (mgr.local_ip, mgr.rank_port))
+        incoming = IncomingKV(mgr.link, terms, mgr)
         if not mgr.mail.open(self.bootstrap_room, incoming.read):
             self._is_second, self.conclude_state = True, KVPoll.Failed
             return
@@ -324,7 +364,14 @@ class KvdReceiver(CommonKVReceiver):
         super().init(prefill_dp_rank)
         if self._incoming is not None and self.conclude_state is None:
             [found] = self.bootstrap_infos
-            self._incoming.meets(found["rank_ip"], int(found["rank_port"]))
+            self._incoming.meets(*_address_of(found), self._look_up)
+
+    def _look_up(self) -> tuple[str, int] | None:
+        """Where the prefill engine reads letters now; None: its server does not say."""
+        self.invalidate_cached_bootstrap_infos()
+        [cp], [tp], [pp] = self.target_cp_ranks, self.target_tp_ranks, self.target_pp_ranks
+        found = self._get_bootstrap_info_from_server(self.prefill_dp_rank, cp, tp, pp)
+        return None if found is None else _address_of(found)
 
     @override
     def _register_kv_args(self) -> bool:
@@ -382,8 +429,6 @@ class KvdReceiver(CommonKVReceiver):
         if self._is_second:
             raise KVTransferError(self.bootstrap_room, SECOND.format(self.bootstrap_room))
         _let_go(self, self._incoming, "it has failed on another rank")
-        # Another engine may be where that one was: the next request asks where it reads letters.
-        self.invalidate_cached_bootstrap_infos()
         super().failure_exception()
 
     @override
@@ -397,6 +442,11 @@ class KvdBootstrapServer(CommonKVBootstrapServer):
 
 
 # ---- for both sides ------------------------------------------------------------------------------
+
+
+def _address_of(found: Any) -> tuple[str, int]:
+    """Of a rank, as SGLang's bootstrap server tells it."""
+    return found["rank_ip"], int(found["rank_port"])
 
 
 def _take(side: Any, handoff: RoomHandoff) -> None:

@@ -6,6 +6,10 @@ theirs. A letter may come before its request does, so it is kept for a while.
 
 A letter is about one life of a room: the receiver draws a word for each, since routers may use the
 number of a room again.
+
+Letters get lost: with a connection, and with an engine whose address another one has. So one that
+has to be heard says where its writer reads. Whoever gets it answers ``RoomHeard``, also where its
+request is not there or is over, and until then it is written again.
 """
 
 from __future__ import annotations
@@ -59,10 +63,24 @@ class RoomOver(msgspec.Struct, frozen=True, tag="over"):
 
     room: int
     life: str
+    host: str
+    """Where answers go ..."""
+    port: int
     why: str
 
 
-Letter = RoomWanted | RoomOpen | RoomOver
+class RoomHeard(msgspec.Struct, frozen=True, tag="heard"):
+    """A letter has come: it need not be written again."""
+
+    room: int
+    life: str
+    is_over: bool
+    """Which one: ``RoomOver``, or ``RoomWanted``."""
+    engine: str
+    """Who has it: a word that each process draws anew."""
+
+
+Letter = RoomWanted | RoomOpen | RoomOver | RoomHeard
 
 
 def frames_of(letter: Letter) -> list[bytes]:
@@ -141,7 +159,7 @@ class RoomMail:
         """Deliver it, or keep it."""
         with self._lock:
             read = self._readers.get(letter.room) or self._failed.get(letter.room)
-            if read is None:
+            if read is None and not isinstance(letter, RoomHeard):
                 self._early.keep(letter.room, letter)
         if read is not None:
             read(letter)

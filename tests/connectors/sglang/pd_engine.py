@@ -455,8 +455,15 @@ class StopAt:
 
             return begun
 
-        self._patch = mock.patch.object(room_handoff.RoomHandoff, "_copy", copy)
-        self._patch.start()
+        mock.patch.object(room_handoff.RoomHandoff, "_copy", copy).start()
+        answered = room_handoff.RoomHandoff._was_answered
+
+        @functools.wraps(answered)
+        def was_answered(handoff, heard):
+            answered(handoff, heard)
+            self("heard")
+
+        mock.patch.object(room_handoff.RoomHandoff, "_was_answered", was_answered).start()
 
     def __call__(self, step):
         if step == self.step:

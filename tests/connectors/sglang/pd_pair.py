@@ -62,7 +62,7 @@ class SGLang:
     def close(self) -> None:
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(10)
+        self._process.wait(WITHIN_S)
 
 
 class PlayedRank:

@@ -13,10 +13,21 @@ from kvd.connectors.sglang.chains import PromptKeys, keys_of_prompt
 from kvd.connectors.sglang.copy_guard import CopyGuard, GivenUp
 from kvd.connectors.sglang.device_pool import MetadataRows
 from kvd.connectors.sglang.options import handoff_options
-from kvd.connectors.sglang.room_mail import RoomMail, RoomOpen, RoomOver, frames_of, letter_of
+from kvd.connectors.sglang.room_mail import (
+    RoomHeard,
+    RoomMail,
+    RoomOpen,
+    RoomOver,
+    frames_of,
+    letter_of,
+)
 from tests.connectors.sglang.world import names_of
 
 # ---- letters -------------------------------------------------------------------------------------
+
+
+def over(room, why):
+    return RoomOver(room, "", "h", 1, why)
 
 
 def test_a_letter_is_read_as_it_was_written():
@@ -34,17 +45,25 @@ def test_what_is_no_letter_is_none(frames):
 
 def test_a_letter_waits_for_its_request():
     mail, read = RoomMail(60.0), []
-    mail.came(RoomOver(1, "", "early"))
+    mail.came(over(1, "early"))
     assert mail.open(1, read.append)
-    mail.came(RoomOver(1, "", "late"))
+    mail.came(over(1, "late"))
     assert [letter.why for letter in read] == ["early", "late"]
 
 
 def test_a_letter_does_not_wait_for_ever():
     mail, read = RoomMail(0.0), []
-    mail.came(RoomOver(1, "", "early"))
+    mail.came(over(1, "early"))
     assert mail.open(1, read.append)
     assert not read
+
+
+def test_an_answer_is_kept_for_nobody():
+    mail, read = RoomMail(60.0), []
+    mail.came(over(1, "early"))
+    mail.came(RoomHeard(1, "", True, "e"))
+    mail.open(1, read.append)
+    assert read == [over(1, "early")]
 
 
 def test_a_room_has_one_request():
@@ -59,17 +78,17 @@ def test_a_request_that_has_failed_still_answers():
     mail, read, new = RoomMail(60.0), [], []
     mail.open(1, read.append)
     mail.close(1, is_answered=True)
-    mail.came(RoomOver(1, "", "who?"))
+    mail.came(over(1, "who?"))
     assert len(read) == 1
     mail.open(1, new.append)
-    mail.came(RoomOver(1, "", "you"))
+    mail.came(over(1, "you"))
     assert (len(read), len(new)) == (1, 1)
 
 
 def test_letters_of_many_rooms_are_not_kept():
     mail = RoomMail(60.0)
     for room in range(1, 6000):
-        mail.came(RoomOver(room, "", "early"))
+        mail.came(over(room, "early"))
     read = []
     mail.open(1, read.append)
     mail.open(5999, read.append)
