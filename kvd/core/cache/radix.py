@@ -369,11 +369,8 @@ class RadixTree:
         # A new leaf makes its path as young as itself. A locked parent has no place in the order.
         if not node.lock_ref:
             self._touch(node)
-        # Above whoever is preferred everybody is: who is as high already ends it.
-        step: RadixNode | None = leaf
-        while step is not None and step.priority < priority:
-            step.priority = priority
-            step = step.parent
+        if priority:
+            _prefer(leaf, priority)
         return Extension(leaf, duplicates, tree_pages, pages)
 
     def _add_root(self, namespace: str) -> RadixNode:
@@ -557,6 +554,15 @@ def recount(tree: RadixTree) -> None:
         else:
             evictable += len(node.pages)
     tree.evictable_bytes, tree.protected_bytes = evictable, protected
+
+
+def _prefer(leaf: RadixNode, priority: int) -> None:
+    """Its path has at least that priority."""
+    step: RadixNode | None = leaf
+    # Above one that is as high all are.
+    while step is not None and step.priority < priority:
+        step.priority = priority
+        step = step.parent
 
 
 def _unlink(node: RadixNode, parent: RadixNode) -> None:
