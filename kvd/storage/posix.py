@@ -14,6 +14,14 @@ did not reach the disk: its sum says so when it is read. When an object was last
 its file, and of those that were used together the first of a prompt has the latest. Room for it is
 taken before anything is written, so a full disk is said in its own words.
 
+What was written or read lately is in the kernel's page cache, and a copy out of it is the fastest.
+What is not would be read into it first, one piece after the other, on the processor of who asks,
+and push out what others have there. So it is read past the cache (``O_DIRECT``): the disk writes to
+the pool itself, many pieces at a time. It takes whole blocks in file and memory; where they are
+none, or the file system does not do it, all goes through the cache. Which of the two a file is, its
+head tells: that is read through the cache in any case, as it is judged before a byte of the page is
+asked for, and put out of it again where the page was read past it.
+
 Only the user of the daemon may read the directory: the pages of prompts are in it.
 """
 
@@ -23,6 +31,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import re
 import shutil
@@ -44,10 +53,9 @@ from kvd.storage.backend import (
     StorageLost,
     StoredObject,
 )
-from kvd.storage.cold_files import forget_head, is_cold, read_past_cache, reads_past_cache
 from kvd.storage.nixl_files import FileMove, FileQueue
 from kvd.storage.objects import BadObject, escaped
-from kvd.storage.sizes import HEAD_BYTES, object_bytes
+from kvd.storage.sizes import BLOCK_BYTES, HEAD_BYTES, object_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -184,7 +192,7 @@ class DirectoryTier(Backend):
             for source, read in sources:
                 _date(source.fd, read.used_ns)
                 if source.is_cold:
-                    forget_head(source.fd)
+                    _forget_head(source.fd)
         return [source.head if isinstance(source, _Source) else source for source in found]
 
     def _opened(self, name: ObjectName, opened: contextlib.ExitStack) -> _File | BadObject:
@@ -192,7 +200,7 @@ class DirectoryTier(Backend):
         try:
             fd = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             opened.callback(os.close, fd)
-            return _File(fd, is_cold=self._skips_cache and is_cold(fd))
+            return _File(fd, is_cold=self._skips_cache and _is_cold(fd))
         except FileNotFoundError:
             return BadObject("it is not there", is_there=False)
         except OSError as exc:
@@ -321,10 +329,61 @@ def _source(file: _File, read: ObjectRead, n_bytes: int) -> _Source | BadObject:
         if size != n_bytes:
             return BadObject(f"its file has {size} bytes where {n_bytes} are right")
         if file.is_cold:
-            read_past_cache(file.fd)
+            _read_past_cache(file.fd)
     except OSError as exc:
         return BadObject(f"{exc.strerror}")
     return _Source(file.fd, head, file.is_cold)
+
+
+# ---- past the page cache -------------------------------------------------------------------------
+
+
+def reads_past_cache(path: str) -> bool:
+    """Whether files where ``path`` would lie can be read so; one is made there to try, and removed.
+
+    Not on a disk that is full, where none can be made.
+    """
+    try:
+        with open(path, "wb+", buffering=0) as file, mmap.mmap(-1, BLOCK_BYTES) as block:
+            os.unlink(path)
+            file.write(bytes(HEAD_BYTES + BLOCK_BYTES))
+            _read_past_cache(file.fileno())
+            return os.preadv(file.fileno(), [block], HEAD_BYTES) == BLOCK_BYTES
+    except OSError:
+        return False
+
+
+def _is_cold(fd: int) -> bool:
+    """Whether the head of an open file is not in the page cache; then its read begins now."""
+    # Or the kernel reads more than the head.
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    try:
+        os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
+    except BlockingIOError:
+        os.posix_fadvise(fd, 0, HEAD_BYTES, os.POSIX_FADV_WILLNEED)
+        return True
+    except OSError:
+        pass  # a file system that cannot say it
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
+    return False
+
+
+def _read_past_cache(fd: int) -> None:
+    """From now on; what is read must be whole blocks.
+
+    Raises:
+        OSError: the file system does not do that.
+    """
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+
+
+def _forget_head(fd: int) -> None:
+    """Let the page cache forget it."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, 0, HEAD_BYTES, os.POSIX_FADV_DONTNEED)
+
+
+# ---- files and directories -----------------------------------------------------------------------
 
 
 def _taken(directory: str) -> int:

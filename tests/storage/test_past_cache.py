@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from kvd.storage.cold_files import reads_past_cache
 from kvd.storage.orders import ObjectPart
+from kvd.storage.posix import reads_past_cache
 from kvd.storage.sizes import BLOCK_BYTES, HEAD_BYTES
 from tests.storage.site import LAYER_FIRST, PAGE_FIRST, SCALES, key
 
