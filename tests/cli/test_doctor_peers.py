@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -297,6 +298,21 @@ def test_a_taken_port_names_who_has_it():
     assert finding.severity is WRONG
     assert f"127.0.0.1:{port} is taken by " in finding.what
     assert host.listener(port) == 0
+
+
+def test_a_descriptor_that_closes_meanwhile_hides_no_process(monkeypatch):
+    readlink, gone = os.readlink, []
+
+    def once_gone(path):
+        if str(path).startswith(f"/proc/{os.getpid()}/fd/") and not gone:
+            gone.append(path)
+            raise FileNotFoundError(path)
+        return readlink(path)
+
+    monkeypatch.setattr(os, "readlink", once_gone)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert host.listener(other.getsockname()[1]) == os.getpid()
+    assert gone
 
 
 def test_beside_a_running_daemon_its_own_pool_and_ports_are_no_trouble(prefill, tmp_path):

@@ -73,8 +73,12 @@ class StoreNode:
             self.settle()
 
     def settle(self) -> None:
-        """Return when nothing is being written."""
-        self.daemon.wait_for(lambda: not self.tier.writing, "it writes for ever", LIMIT_S)
+        """Return when nothing is being written, to the disk above it either."""
+
+        def is_settled() -> bool:
+            return not any(tier.writing for tier in self.daemon.snapshot().tiers)
+
+        self.daemon.wait_for(is_settled, "it writes for ever", LIMIT_S)
 
     def found(self, tokens) -> tuple[int, str]:
         """How many tokens are found, and what the pages hold once the rest is computed."""

@@ -25,6 +25,7 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -47,6 +48,9 @@ from kvd.parts import CLIENT, EXTRAS
 from kvd.text import clean
 from kvd.types import amount
 from kvd.wire.admin import ShowStatus, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PYTHON = (3, 11)
 NEEDED = (*CLIENT, *(name for name in EXTRAS["daemon"] if name != "nixl"))
@@ -224,12 +228,18 @@ def listener(port: int) -> int:
         if words[3] == LISTENING and int(words[1].rpartition(":")[2], 16) == port
     }
     for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if any(os.readlink(entry) in sockets for entry in (folder / "fd").iterdir()):
-                return int(folder.name)
+        if folder.name.isdecimal() and not sockets.isdisjoint(_open_in(folder)):
+            return int(folder.name)
     return 0
+
+
+def _open_in(process: Path) -> Iterator[str]:
+    """What it has open; nothing of one that has ended, or is another user's."""
+    with contextlib.suppress(OSError):
+        for entry in (process / "fd").iterdir():
+            # Any may close meanwhile.
+            with contextlib.suppress(OSError):
+                yield os.readlink(entry)
 
 
 # ---- who may do what ----------------------------------------------------------------------------

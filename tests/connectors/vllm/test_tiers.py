@@ -69,7 +69,7 @@ def test_a_prompt_that_lies_on_a_disk_is_read_and_not_computed(pushed_out):
     found, _ = engine.run(Request("again", PROMPT))
 
     assert found == len(PROMPT) - 1
-    assert leases_of(daemon) == []
+    engine.until(lambda: leases_of(daemon) == [])
 
 
 def test_a_prompt_that_another_node_sends_comes_though_a_disk_has_it_too(tmp_path, engine_of):  # noqa: F811
