@@ -27,7 +27,7 @@ import secrets
 import threading
 import time
 from array import array
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
@@ -65,6 +65,7 @@ from kvd.connectors.sglang.room_handoff import (
     IncomingKV,
     OutgoingKV,
     PageChunk,
+    RoomHandoff,
 )
 from kvd.connectors.sglang.room_mail import (
     Letter,
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from kvd.connectors.sglang.room_handoff import RoomHandoff
+H = TypeVar("H", bound=RoomHandoff)
 
 logger = logging.getLogger("kvd.connectors.sglang")
 
@@ -254,13 +255,54 @@ class KvdTransfer(CommonKVManager):
         return RoomHeard(letter.room, letter.life, is_over=is_over, engine=self._engine)
 
 
-class KvdSender(CommonKVSender):
-    """A request of the prefill engine."""
+class RoomSide(Generic[H]):
+    """What senders and receivers have in common, before SGLang's own class of each."""
 
-    _outgoing: OutgoingKV | None = None
+    _handoff: H | None = None
     _is_second = False
     """Its room is another request's: SGLang's tables, which go by room, are that one's."""
+    kv_mgr: Any
+    bootstrap_room: int
     conclude_state: Any
+
+    def _takes_room(self, handoff: H) -> bool:
+        """Whether the room is this request's, which goes on by ``handoff`` then."""
+        if not self.kv_mgr.mail.open(self.bootstrap_room, handoff.read):
+            self._is_second, self.conclude_state = True, KVPoll.Failed
+            return False
+        self._handoff = handoff
+        return True
+
+    def poll(self) -> Any:
+        """How far it is; failed only when no byte of its pages moves."""
+        handoff = self._handoff
+        if self.conclude_state is None and handoff is not None:
+            _take(self, handoff)
+        return _said(super().poll(), handoff)  # type: ignore[misc]
+
+    def clear(self) -> None:
+        """It is over for SGLang."""
+        if not self._is_second:
+            self._let_go("SGLang has forgotten it")
+            super().clear()  # type: ignore[misc]
+
+    def failure_exception(self) -> None:
+        """Raise why it has failed; its pages are free then."""
+        if self._is_second:
+            raise KVTransferError(self.bootstrap_room, SECOND.format(self.bootstrap_room))
+        self._let_go("it has failed on another rank")
+        super().failure_exception()  # type: ignore[misc]
+
+    def _let_go(self, why: str) -> None:
+        if self._handoff is not None:
+            self._handoff.free_pages(why)
+            is_answered = self._handoff.stage is not HandoffStage.DONE
+            self.kv_mgr.mail.close(self.bootstrap_room, is_answered=is_answered)
+
+
+class KvdSender(RoomSide[OutgoingKV], CommonKVSender):
+    """A request of the prefill engine."""
+
     _early_send_wait_event: Any
 
     def tell_prompt(self, req: Any) -> None:
@@ -269,11 +311,8 @@ class KvdSender(CommonKVSender):
             return
         terms = self.kv_mgr.terms_of(self.bootstrap_room, req)
         outgoing = OutgoingKV(self.kv_mgr.link, terms, self.kv_mgr)
-        if not self.kv_mgr.mail.open(self.bootstrap_room, outgoing.read):
-            self._is_second, self.conclude_state = True, KVPoll.Failed
-            return
-        self._outgoing = outgoing
-        outgoing.start()
+        if self._takes_room(outgoing):
+            outgoing.start()
 
     def _has_room(self) -> bool:
         return bool(self.kv_mgr.request_status.get(self.bootstrap_room) != KVPoll.Failed)
@@ -287,7 +326,7 @@ class KvdSender(CommonKVSender):
         indices_event: object | None = None,
     ) -> None:
         """Copy these pages, behind those of the calls before."""
-        outgoing = self._outgoing
+        outgoing = self._handoff
         if outgoing is None or self.conclude_state in {KVPoll.Success, KVPoll.Failed}:
             return
         first = self.curr_idx
@@ -299,44 +338,15 @@ class KvdSender(CommonKVSender):
         self._record_transfer_indices(kv_indices, state_indices)
 
     @override
-    def poll(self) -> Any:
-        """How far it is; failed only when no byte of its pages moves."""
-        outgoing = self._outgoing
-        if self.conclude_state is None and outgoing is not None:
-            _take(self, outgoing)
-        status = super().poll()
-        return _said(status, outgoing)
-
-    @override
-    def clear(self) -> None:
-        """It is over for SGLang."""
-        if not self._is_second:
-            _let_go(self, self._outgoing, "SGLang has forgotten it")
-            super().clear()
-
-    @override
-    def failure_exception(self) -> None:
-        """Raise why it has failed; its pages are free then."""
-        if self._is_second:
-            raise KVTransferError(self.bootstrap_room, SECOND.format(self.bootstrap_room))
-        _let_go(self, self._outgoing, "it has failed on another rank")
-        super().failure_exception()
-
-    @override
     def abort(self) -> None:
         """SGLang gives it up; its pages are free then."""
         if not self._is_second:
             super().abort()
-            _let_go(self, self._outgoing, "it was aborted")
+            self._let_go("it was aborted")
 
 
-class KvdReceiver(CommonKVReceiver):
+class KvdReceiver(RoomSide[IncomingKV], CommonKVReceiver):
     """A request of the decode engine."""
-
-    _incoming: IncomingKV | None = None
-    _is_second = False
-    """As of a sender."""
-    conclude_state: Any
 
     def tell_prompt(self, req: Any) -> None:
         """Which prompt it is; kvd's plugin says it."""
@@ -344,11 +354,7 @@ class KvdReceiver(CommonKVReceiver):
             return
         mgr = self.kv_mgr
         terms = mgr.terms_of(self.bootstrap_room, req)
-        incoming = IncomingKV(mgr.link, terms, mgr)
-        if not mgr.mail.open(self.bootstrap_room, incoming.read):
-            self._is_second, self.conclude_state = True, KVPoll.Failed
-            return
-        self._incoming = incoming
+        self._takes_room(IncomingKV(mgr.link, terms, mgr))
 
     @override
     def init(self, prefill_dp_rank: int) -> None:
@@ -362,9 +368,9 @@ class KvdReceiver(CommonKVReceiver):
                 self.conclude_state = KVPoll.Failed
                 return
         super().init(prefill_dp_rank)
-        if self._incoming is not None and self.conclude_state is None:
+        if self._handoff is not None and self.conclude_state is None:
             [found] = self.bootstrap_infos
-            self._incoming.meets(*_address_of(found), self._look_up)
+            self._handoff.meets(*_address_of(found), self._look_up)
 
     def _look_up(self) -> tuple[str, int] | None:
         """Where the prefill engine reads letters now; None: its server does not say."""
@@ -389,7 +395,7 @@ class KvdReceiver(CommonKVReceiver):
         device_kv_indices: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Have these pages filled."""
-        incoming, rows = self._incoming, self.kv_mgr.rows
+        incoming, rows = self._handoff, self.kv_mgr.rows
         if incoming is None or aux_index is None:
             _failed(self, "kvd was not told which prompt it is: its plugin must be loaded")
             return
@@ -408,33 +414,9 @@ class KvdReceiver(CommonKVReceiver):
         self.init_time = time.time()
 
     @override
-    def poll(self) -> Any:
-        """How far it is; failed only when no byte of its pages moves."""
-        incoming = self._incoming
-        if self.conclude_state is None and incoming is not None:
-            _take(self, incoming)
-        status = super().poll()
-        return _said(status, incoming)
-
-    @override
-    def clear(self) -> None:
-        """It is over for SGLang."""
-        if not self._is_second:
-            _let_go(self, self._incoming, "SGLang has forgotten it")
-            super().clear()
-
-    @override
-    def failure_exception(self) -> None:
-        """Raise why it has failed; its pages are free then."""
-        if self._is_second:
-            raise KVTransferError(self.bootstrap_room, SECOND.format(self.bootstrap_room))
-        _let_go(self, self._incoming, "it has failed on another rank")
-        super().failure_exception()
-
-    @override
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         """Its pages are free then, and the prefill engine is told."""
-        _let_go(self, self._incoming, "the decode engine has aborted it")
+        self._let_go("the decode engine has aborted it")
 
 
 class KvdBootstrapServer(CommonKVBootstrapServer):
@@ -468,13 +450,6 @@ def _said(status: Any, handoff: RoomHandoff | None) -> Any:
     if status != KVPoll.Failed or handoff is None or handoff.give_up("SGLang has given it up"):
         return status
     return KVPoll.Transferring
-
-
-def _let_go(side: Any, handoff: RoomHandoff | None, why: str) -> None:
-    if handoff is not None:
-        handoff.free_pages(why)
-        is_answered = handoff.stage is not HandoffStage.DONE
-        side.kv_mgr.mail.close(side.bootstrap_room, is_answered=is_answered)
 
 
 def prompt_of(req: Any, tokens: array[int], page_size: int) -> PromptKeys:
