@@ -151,12 +151,12 @@ def who_has(inodes: frozenset[int]) -> tuple[dict[int, tuple[Process, ...]], flo
     wanted = {f"socket:[{inode}]": inode for inode in inodes if inode}
     found: dict[int, tuple[Process, ...]] = {}
     for pid in sorted(map(int, filter(str.isdecimal, os.listdir("/proc")))) if wanted else ():
-        for inode in {wanted[name] for name in _open_files(pid) if name in wanted}:
+        for inode in {wanted[name] for name in files_of(pid) if name in wanted}:
             found[inode] = (*found.get(inode, ()), process_now(pid))
     return found, time.thread_time() - began_s
 
 
-def _open_files(pid: int) -> list[str]:
+def files_of(pid: int) -> list[str]:
     """What a process has open; nothing where that is hidden, or there is no such process."""
     found = []
     with contextlib.suppress(OSError):

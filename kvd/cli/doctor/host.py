@@ -10,7 +10,6 @@ events, logs, recordings. Peers of before there were homes compare lives by it t
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import grp
@@ -25,7 +24,6 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -44,13 +42,11 @@ from kvd.cli.link import CALL, Target, ask
 from kvd.config.address import Address, host_port, ipc_path, tcp_address
 from kvd.config.pool import pool_spec
 from kvd.core.layout.spec import Buffer, has_bytes, node_page_bytes, shards_of
+from kvd.daemon.inherited import files_of
 from kvd.parts import CLIENT, EXTRAS
 from kvd.text import clean
 from kvd.types import amount
 from kvd.wire.admin import ShowStatus, Status
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PYTHON = (3, 11)
 NEEDED = (*CLIENT, *(name for name in EXTRAS["daemon"] if name != "nixl"))
@@ -228,18 +224,9 @@ def listener(port: int) -> int:
         if words[3] == LISTENING and int(words[1].rpartition(":")[2], 16) == port
     }
     for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal() and not sockets.isdisjoint(_open_in(folder)):
+        if folder.name.isdecimal() and not sockets.isdisjoint(files_of(int(folder.name))):
             return int(folder.name)
     return 0
-
-
-def _open_in(process: Path) -> Iterator[str]:
-    """What it has open; nothing of one that has ended, or is another user's."""
-    with contextlib.suppress(OSError):
-        for entry in (process / "fd").iterdir():
-            # Any may close meanwhile.
-            with contextlib.suppress(OSError):
-                yield os.readlink(entry)
 
 
 # ---- who may do what ----------------------------------------------------------------------------
