@@ -29,6 +29,7 @@ from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.storage.nixl_files import FileMove, FileQueue
 from kvd.storage.nixl_objects import CUDA_MAJOR
 from kvd.storage.orders import DirectoryPlan, ObjectPart, Searched
+from kvd.storage.posix import reads_past_cache
 from kvd.storage.process import StorageProcess
 from kvd.storage.sizes import HEAD_BYTES
 from kvd.transfer.mapping import map_region
@@ -189,18 +190,6 @@ def forget(directory: Path) -> None:
             os.close(fd)
 
 
-def takes_direct(directory: Path) -> bool:
-    """Whether files there can be opened with ``O_DIRECT``."""
-    path = directory / "direct"
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
-    except OSError:
-        return False
-    finally:
-        path.unlink(missing_ok=True)
-    return True
-
-
 class TierRound(NamedTuple):
     """Seconds of both, by way."""
 
@@ -217,7 +206,7 @@ async def measure(
     await site.start()
     bare = BareFiles(directory / f"bare-{page_bytes}", site)
     direct = None
-    if takes_direct(directory):
+    if reads_past_cache(str(directory / "direct")):
         direct = BareFiles(directory / f"direct-{page_bytes}", site, os.O_DIRECT)
     else:
         told("no direct I/O here: the file system refuses it")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import click
 import msgspec
 
-from benchmarks.disk_tier import TIER, TierSite, forget
+from benchmarks.disk_tier import TIER, WAYS, TierSite, forget
 from benchmarks.harness import benchmark
 from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_least, figure
 from kvd.core.effects import Demote, Promote
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from kvd.bench.report import Measured, Told
 
 ROOT: Final = Path(__file__).parents[1]
-WAYS: Final = ("write", "read, cached", "read from disk")
 PEERS: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
     ("LMCache fs", "lmcache", {"type": "fs"}),
     ("LMCache fs_native", "lmcache", {"type": "fs_native"}),

@@ -100,18 +100,17 @@ class DirectoryTier(Backend):
         self._writing = os.path.join(self._root, WRITING)
         self._size = object_bytes(pages.page_bytes)
         self._shape = (pages.offsets + np.uint64(HEAD_BYTES), pages.sizes)
-        self._skips_cache = False
-        """Whether a page that is not in the kernel's page cache is read past it."""
         self._made: set[str] = set()
         """Directories that are known to be there."""
         self._drafts = 0
         try:
             self._lock = _taken(directory)
             os.makedirs(self._writing, mode=0o700, exist_ok=True)
-            trial = os.path.join(self._writing, TRIAL)
-            self._skips_cache = pages.are_blocks and reads_past_cache(trial)
         except OSError as exc:
             raise StorageLost(f"the directory {directory} cannot be used: {exc.strerror}") from exc
+        trial = os.path.join(self._writing, TRIAL)
+        self._skips_cache = pages.are_blocks and reads_past_cache(trial)
+        """Whether a page that is not in the kernel's page cache is read past it."""
 
     def begin(self, binding: Binding, name: str, spans: Sequence[MemorySpan]) -> None:
         """Be ready to write and to read.
