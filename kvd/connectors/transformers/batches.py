@@ -178,18 +178,18 @@ class NodeBlocks(FullAttentionCacheAllocator):
         self._tokens: dict[str, list[int]] = {}
         """Of each request whose blocks are marked."""
 
-    def _asks(self) -> ServedBatches | None:
-        """Whom to ask the node by, while that may be."""
+    def _asks(self) -> tuple[ServedBatches, str] | None:
+        """Whom to ask the node by, and in which namespace, while that may be."""
         served = self._served
         if served is None or self._whose is None or not served.is_open:
             return None
         why, named = served.named()
-        if named != self._whose:
+        if named is None or named != self._whose:
             self._whose = None
             why = why or "the weights changed"
             logger.warning("kvd: a batch goes on without kvd: %s", why)
             return None
-        return served
+        return served, named.namespace
 
     # ---- before the first step of a prompt -------------------------------------------------------
 
@@ -204,13 +204,16 @@ class NodeBlocks(FullAttentionCacheAllocator):
         lacks = len(found) < most and self._has_room(len(prompt_ids), len(found))
         if (asked.is_counted and not lacks) or asked.is_looked_up:
             return found
-        served = self._asks()
-        if served is None:
+        asks = self._asks()
+        if asks is None:
             return found
+        served, namespace = asks
         served.counts.prompts += not asked.is_counted
         served.counts.prompt_tokens += 0 if asked.is_counted else len(prompt_ids)
         asked.is_counted, asked.is_looked_up = True, lacks
-        return [*found, *self._loaded(served, prompt_ids, found, most)] if lacks else found
+        if not lacks:
+            return found
+        return [*found, *self._loaded(served, namespace, prompt_ids, found, most)]
 
     def _met(self, prompt_ids: list[int]) -> _AskedPrompt:
         """What became of it; of one that is gone nothing is kept for long."""
@@ -230,7 +233,12 @@ class NodeBlocks(FullAttentionCacheAllocator):
         return free >= -(-(prompt_tokens + 1) // self.tokens_per_page) - found
 
     def _loaded(
-        self, served: ServedBatches, prompt_ids: list[int], found: Sequence[int], most: int
+        self,
+        served: ServedBatches,
+        namespace: str,
+        prompt_ids: list[int],
+        found: Sequence[int],
+        most: int,
     ) -> list[int]:
         """Blocks with what the node has behind those that are found."""
 
@@ -246,10 +254,8 @@ class NodeBlocks(FullAttentionCacheAllocator):
                 raise
             return blocks
 
-        if self._whose is None:
-            return []
         tokens = np.asarray(prompt_ids, np.int64)
-        blocks = served.link.read(tokens, self._whose.namespace, filled) or []
+        blocks = served.link.read(tokens, namespace, filled) or []
         served.counts.hit_tokens += len(blocks) * self.tokens_per_page
         return self._named(prompt_ids, found, blocks)
 
@@ -306,12 +312,14 @@ class NodeBlocks(FullAttentionCacheAllocator):
             len(blocks),
         )
         tokens, blocks = tokens[: n_whole * self.tokens_per_page], blocks[:n_whole]
-        served = self._asks() if tokens else None
-        if served is not None and served.saves:
-            self._save(served, tokens, blocks)
+        asks = self._asks() if tokens else None
+        if asks is not None and asks[0].saves:
+            self._save(*asks, tokens, blocks)
         super().free_blocks(request_id, no_cache)
 
-    def _save(self, served: ServedBatches, tokens: list[int], blocks: list[int]) -> None:
+    def _save(
+        self, served: ServedBatches, namespace: str, tokens: list[int], blocks: list[int]
+    ) -> None:
         def fill(copies: PageCopies, lease: SyncLease, n_tokens: int) -> None:
             first = lease.prefix_len // self.tokens_per_page
             pages, offset = self._pages_of(blocks[first:]), first * self.tokens_per_page
@@ -322,7 +330,5 @@ class NodeBlocks(FullAttentionCacheAllocator):
                 )
                 copies.write_tokens(lease, number, n_tokens, k, v)
 
-        if self._whose is None:
-            return
-        saved = served.link.write(np.asarray(tokens, np.int64), self._whose.namespace, fill)
+        saved = served.link.write(np.asarray(tokens, np.int64), namespace, fill)
         served.counts.saved_tokens += saved.new if saved is not None else 0

@@ -38,7 +38,6 @@ from kvd.connectors.transformers.weights import (
     NamedWeights,
     WeightWatch,
     foreign_part_of,
-    has_uncounted,
     identity_of_model,
     series_of,
 )
@@ -331,15 +330,16 @@ class GenerateNode:
 
     def _name_weights(self, link: CacheLink) -> tuple[str, NamedWeights | None]:
         """Whose KV the model computes now; or why nobody can say."""
-        why = foreign_part_of(self._model)
         if self._held_as != _held_as(self._model):
             why = f"it was cast or moved since node(model): it is {_held_as(self._model)} now"
-        elif not self._weights and has_uncounted(self._model):
-            why = "its weights are of inference mode, where changes are not counted: say weights="
-        if why:
             return why, None
         with self._lock:
             changes = self._watch.changes()
+            if self._watch.has_uncounted and not self._weights:
+                why = "its weights are of inference mode, where changes are not counted"
+                return f"{why}: say weights=", None
+            if why := foreign_part_of(self._model):
+                return why, None
             if changes != self._named_at or not self.namespace:
                 self._named_at = changes
                 identity = identity_of_model(

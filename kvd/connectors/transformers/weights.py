@@ -181,11 +181,15 @@ class WeightWatch:
         self._lock = threading.Lock()
         self._seen: list[_SeenTensor] = []
         self._changes = 0
+        self.has_uncounted = False
+        """Whether torch does not count what is written to some of them, as of the last look."""
 
     def changes(self) -> int:
         """Another number than before: they are others than they were then."""
         with self._lock:
-            now = list(map(_SeenTensor, (tensor for _, tensor in _tensors(self._model))))
+            tensors = [tensor for _, tensor in _tensors(self._model)]
+            now = list(map(_SeenTensor, tensors))
+            self.has_uncounted = any(tensor.is_inference() for tensor in tensors)
             self._changes += now != self._seen
             self._seen = now
             return self._changes
@@ -211,8 +215,3 @@ class _SeenTensor:
         return isinstance(other, _SeenTensor) and self._said == other._said
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def has_uncounted(model: PreTrainedModel) -> bool:
-    """Whether torch does not count what is written to a part of its weights."""
-    return any(tensor.is_inference() for _, tensor in _tensors(model))
