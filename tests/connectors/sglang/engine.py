@@ -39,10 +39,7 @@ from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
     PoolName,
     PoolTransfer,
 )
-from sglang.srt.mem_cache.memory_pool import (  # noqa: E402
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-)
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool  # noqa: E402
 from sglang.srt.mem_cache.pool_host import base  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
@@ -50,8 +47,8 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
-PAGE = 16
-TOKENS = 64 * PAGE
+from tests.connectors.sglang.device_pools import PAGE, mha_device, mla_device  # noqa: E402
+
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 KVD = {
     "backend_name": "kvd",
@@ -62,23 +59,6 @@ KVD = {
 }
 
 base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
-
-
-def mha_device(layers=3, heads=2, head_dim=32, tokens=TOKENS):
-    return MHATokenToKVPool(tokens, PAGE, torch.bfloat16, heads, head_dim, layers, "cpu", False)
-
-
-def mla_device(layers=3):
-    return MLATokenToKVPool(
-        size=TOKENS,
-        page_size=PAGE,
-        dtype=torch.bfloat16,
-        kv_lora_rank=96,
-        qk_rope_head_dim=32,
-        layer_num=layers,
-        device="cpu",
-        enable_memory_saver=False,
-    )
 
 
 def host_of(device, layout):

@@ -35,15 +35,8 @@ from kvd.connectors import daemon_link
 from kvd.connectors.sglang import linker, register
 from kvd.connectors.sglang.page_store import PageStore
 from tests.connectors.sglang import engine
-from tests.connectors.sglang.engine import (
-    BOUND_S,
-    PAGE,
-    TOKENS,
-    mha_device,
-    mla_device,
-    prompt,
-    times,
-)
+from tests.connectors.sglang.device_pools import PAGE, TOKENS, mha_device, mla_device
+from tests.connectors.sglang.engine import BOUND_S, prompt, times
 
 register()
 HookRegistry.apply_hooks()

@@ -33,11 +33,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import (
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-    ReqToTokenPool,
-)
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -64,27 +60,16 @@ from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 
 from kvd.connectors.sglang import room_handoff  # noqa: E402
+from tests.connectors.sglang.device_pools import (  # noqa: E402
+    PAGE,
+    TOKENS,
+    mha_device,
+    mla_device,
+)
 
-PAGE = 16
-PAGES = 64
 LAYERS = 3
 FOREIGN = 85
 """What the next owner of a page writes into it."""
-
-
-def device_pool(kind):
-    if kind == "mla":
-        return MLATokenToKVPool(
-            size=PAGES * PAGE,
-            page_size=PAGE,
-            dtype=torch.bfloat16,
-            kv_lora_rank=96,
-            qk_rope_head_dim=32,
-            layer_num=LAYERS,
-            device="cpu",
-            enable_memory_saver=False,
-        )
-    return MHATokenToKVPool(PAGES * PAGE, PAGE, torch.bfloat16, 2, 32, LAYERS, "cpu", False)
 
 
 def server_arguments(role, port, told):
@@ -133,11 +118,11 @@ class PlayedStep:
         get_parallel().override_permanently(**ranks)
         runtime_context._CONTEXT._config_bags = server_arguments(role, port, told)
         self.attn_tp_cpu_group = self.attn_cp_cpu_group = dist.group.WORLD
-        self.device = device_pool(told.get("kv", "mha"))
+        self.device = {"mha": mha_device, "mla": mla_device}[told.get("kv", "mha")]()
         self.token_to_kv_pool_allocator = PagedTokenToKVPoolAllocator(
-            PAGES * PAGE, PAGE, torch.bfloat16, "cpu", self.device, need_sort=False
+            TOKENS, PAGE, torch.bfloat16, "cpu", self.device, need_sort=False
         )
-        rows = {"size": 8, "max_context_len": PAGES * PAGE, "device": "cpu"}
+        rows = {"size": 8, "max_context_len": TOKENS, "device": "cpu"}
         self.req_to_token_pool = (
             DecodeReqToTokenPool(**rows, enable_memory_saver=False, pre_alloc_size=8)
             if role == "decode"
@@ -157,7 +142,7 @@ class PlayedStep:
         model = {"num_hidden_layers": LAYERS, "hf_text_config": None, "hf_config": None}
         runner = SimpleNamespace(
             kv_cache_dtype_str="bfloat16",
-            effective_logical_max_total_num_tokens=PAGES * PAGE,
+            effective_logical_max_total_num_tokens=TOKENS,
         )
         self.model_config = SimpleNamespace(**model, get_total_num_kv_heads=lambda: 2)
         self.random_seed, self.scheduler_stage_metrics = 1, None
@@ -252,10 +237,10 @@ class PlayedStep:
 
     def is_whole(self):
         """With nothing in the tree everything is free."""
-        self.tree_cache.evict(EvictParams(num_tokens=PAGES * PAGE))
+        self.tree_cache.evict(EvictParams(num_tokens=TOKENS))
         allocator = self.token_to_kv_pool_allocator
         rows = self.req_to_metadata_buffer_idx_allocator
-        return allocator.available_size() == PAGES * PAGE and rows.available_size() == 16
+        return allocator.available_size() == TOKENS and rows.available_size() == 16
 
     def say_whole(self):
         say(whole=self.is_idle and self.is_whole())
@@ -279,7 +264,7 @@ class PlayedPrefill(PlayedStep, SchedulerDisaggregationPrefillMixin):
             metadata_buffers=self.disagg_metadata_buffers,
             gpu_id=0,
             bootstrap_port=port,
-            max_total_num_tokens=PAGES * PAGE,
+            max_total_num_tokens=TOKENS,
             scheduler=self,
             scheduler_stage_metrics=None,
             transfer_backend=self.backend,
@@ -323,7 +308,11 @@ class PlayedPrefill(PlayedStep, SchedulerDisaggregationPrefillMixin):
         row = request.kv.req_pool_idx
         known = self.tree_cache.path_device_indices(request.last_node)[:n_known]
         self.req_to_token_pool.write((row, slice(0, n_known)), known)
-        new = self.token_to_kv_pool_allocator.alloc(-(-(n_tokens - n_known) // PAGE) * PAGE)
+        n_wanted = -(-(n_tokens - n_known) // PAGE) * PAGE
+        n_lacking = n_wanted - self.token_to_kv_pool_allocator.available_size()
+        if n_lacking > 0:  # as SGLang's scheduler does
+            self.tree_cache.evict(EvictParams(num_tokens=n_lacking))
+        new = self.token_to_kv_pool_allocator.alloc(n_wanted)
         assert new is not None
         self.req_to_token_pool.write((row, slice(n_known, n_tokens)), new[: n_tokens - n_known])
         request.kv.kv_committed_len = request.kv.kv_allocated_len = n_tokens
@@ -379,7 +368,7 @@ class PlayedDecode(PlayedStep, SchedulerDisaggregationDecodeMixin):
             tree_cache=self.tree_cache,
             gpu_id=0,
             bootstrap_port=port,
-            max_total_num_tokens=PAGES * PAGE,
+            max_total_num_tokens=TOKENS,
             num_reserved_decode_tokens=16,
             transfer_backend=self.backend,
         )
