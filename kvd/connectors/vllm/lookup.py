@@ -57,6 +57,10 @@ SILENT: Final = "the daemon does not answer"
 LATE_ADAPTER: Final = "the files of its adapter were not read in time"
 STOOD_UP: Final = "its room is not open there"
 NO_PAGES_HERE: Final = "no pages are free here"
+UNLIKE: Final = (
+    "prompt-mismatch: what its room has is of another prompt, or of an engine of other weights or "
+    "options: compare the lines 'kvd namespace' in the logs of both"
+)
 UNKNOWN_ADAPTER: Final = "nobody knows the weights of its adapter"
 
 LOOKED_UP: Final = (RequestStage.NAMING, RequestStage.PROBING, RequestStage.MEETING)
@@ -417,8 +421,10 @@ def _as_name(request_id: str) -> str:
 
 
 def why_unmet(error: KvdError) -> str:
-    """In a word; where two nodes differ, so that each prompt is told the same, in all of them."""
-    is_of_nodes = error.code == Code.LAYOUT_MISMATCH.value
+    """In a word; where nodes or engines differ, in words that are the same for each prompt."""
+    if error.code == Code.PROMPT_MISMATCH.value and "peer_epoch" not in error.refusal.numbers:
+        return UNLIKE
+    is_of_nodes = error.code in {Code.LAYOUT_MISMATCH.value, Code.PROMPT_MISMATCH.value}
     return f"{error.code}: {error.refusal.message}" if is_of_nodes else error.code
 
 

@@ -21,13 +21,14 @@ import pytest
 
 from kvd.client import connect_sync
 from kvd.client.blocking import BlockingChannel
-from kvd.connectors.vllm.lookup import LATE, NO_PAGES_HERE, SILENT, STOOD_UP
+from kvd.connectors.vllm.lookup import LATE, NO_PAGES_HERE, SILENT, STOOD_UP, UNLIKE
 from kvd.connectors.vllm.options import VllmOptions
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
 from kvd.connectors.vllm.sessions import NO_LIFE
 from kvd.connectors.vllm.tracked import RequestStage
 from kvd.connectors.vllm.worker import WorkerHalf
+from kvd.core.cache.namespaces import epochs_differ, key_of
 from tests.connectors.vllm.stand_ins import COMES_S, WAITS, CountedBlocks, Request
 from tests.connectors.vllm.world import Layer
 from tests.support.daemons import is_linked, one_daemon, two_daemons
@@ -506,6 +507,12 @@ class Reference:
         self.kept(504, [1, *prompt])
         return self.told(504)
 
+    def of_other_weights(self, prompt):
+        """That node is in another epoch than this one."""
+        self.node.new_epoch("model")
+        self.kept(509, prompt)
+        return self.told(509)
+
     def expired(self, prompt):
         self.kept(505, prompt, ttl_s=0.2)
         time.sleep(0.6)
@@ -523,7 +530,7 @@ class Reference:
 
 REFERENCES = (
     *("unknown", "opened_by_nobody", "restarted_since", "out_of_range", "consumed", "stale"),
-    *("expired", "expired_long_ago"),
+    *("of_other_weights", "expired", "expired_long_ago"),
 )
 
 
@@ -533,7 +540,10 @@ WHY_NOT = {
     "restarted_since": {"unknown-handoff", "peer-lost"},
     "out_of_range": set(),  # no room at all: it is looked up as any prompt
     "consumed": {"duplicate-room"},
-    "stale": {"prompt-mismatch"},
+    "stale": {UNLIKE},
+    "of_other_weights": {
+        f"prompt-mismatch: {epochs_differ(key_of('model', 1), side='p', peer='d', peer_epoch=0)}"
+    },
     "expired": {"deadline"},
     "expired_long_ago": {STOOD_UP, "peer-lost"},
 }

@@ -12,7 +12,7 @@ import pytest
 from kvd.client import Code, KvdError
 from kvd.connectors.vllm.claims import MOST_AHEAD, MOST_AHEAD_TOKENS
 from kvd.connectors.vllm.log import TOLD_EVERY_S
-from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, LATE
+from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, LATE, UNLIKE
 from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.params import transfer_of
@@ -756,9 +756,26 @@ def test_why_nothing_came_of_another_node_is_told_with_each_reason_at_most_every
     assert len(caplog.records) == 1
 
 
-def test_nodes_that_exchange_nothing_are_told_with_what_they_differ_in(node, engine, caplog):
+@pytest.mark.parametrize(
+    ("refused", "told"),
+    [
+        (
+            Refusal(Code.LAYOUT_MISMATCH, "p has 2 ranks, d has 1"),
+            "layout-mismatch: p has 2 ranks, d has 1",
+        ),
+        (
+            Refusal(Code.PROMPT_MISMATCH, "p is in epoch 1, d in 0", numbers={"peer_epoch": 0}),
+            "prompt-mismatch: p is in epoch 1, d in 0",
+        ),
+        # Digests are others for each prompt: what is told of all of them is where to look.
+        (Refusal(Code.PROMPT_MISMATCH, "the digests differ (1 and 2)"), UNLIKE),
+    ],
+)
+def test_nodes_that_exchange_nothing_are_told_with_what_they_differ_in(
+    node, engine, caplog, refused, told
+):
     caplog.set_level(logging.WARNING)
-    node.receive_fails = refusal(Code.LAYOUT_MISMATCH, "p has 2 ranks, d has 1")
+    node.receive_fails = KvdError(refused)
     request = engine.add(Request(1, PROMPT, MEETS))
     for _ in range(4):
         engine.step()
@@ -766,7 +783,7 @@ def test_nodes_that_exchange_nothing_are_told_with_what_they_differ_in(node, eng
     engine.clock_s += TOLD_EVERY_S
     engine.step()
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.endswith(": 1: layout-mismatch: p has 2 ranks, d has 1")
+    assert line.endswith(f": 1: {told}")
 
 
 @pytest.mark.parametrize(
