@@ -274,6 +274,12 @@ class Attachment:
             side="client",
         )
 
+    @property
+    def files(self) -> frozenset[tuple[int, int]]:
+        """By device and inode, those that its memory is in: a later daemon may find them too."""
+        found = [os.fstat(fd) for fd in self._fds]
+        return frozenset((each.st_dev, each.st_ino) for each in found if each.st_nlink)
+
     def difference(self, other: Attachment) -> str:
         """What is not the same memory in what ``other`` was passed; empty where all of it is."""
         if other.attached.pools != self.attached.pools:

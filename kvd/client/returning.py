@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from threading import Thread
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from msgspec.structs import replace
 
@@ -43,6 +43,12 @@ HEARD_WITHIN_S: Final = 0.005
 
 HEARD_LOOK_S: Final = 0.0002
 """Between two looks."""
+
+MemoryAt: TypeAlias = "tuple[str, frozenset[tuple[int, int]]]"
+
+MOST_LEFT: Final = 16
+_LEFT: Final[dict[MemoryAt, list[WayBack]]] = {}
+"""Sessions of this process that are over here, and that a later daemon may wait for, by memory."""
 
 FAREWELL_S: Final = 600.0
 FAREWELL_PAUSE_S: Final = 0.2
@@ -111,9 +117,9 @@ class WayBack:
         return is_said
 
     def leaves(self) -> bool:
-        """Go back, to leave as one that has joined; whether there is nothing to say any more."""
+        """Go back to leave, and see that it is heard; whether there is nothing to say any more."""
         try:
-            found = self._find()
+            found = self._find(to_leave=True)
         except KvdError as error:
             self.close()
             return not error.retryable
@@ -133,14 +139,20 @@ class WayBack:
             self.sock.close()
             self.sock = None
 
-    def _find(self) -> Attachment | None:
+    @property
+    def memory(self) -> MemoryAt:
+        """Where the daemon listened, and the files that its pool is in."""
+        return self._path, self._attachment.files
+
+    def _find(self, *, to_leave: bool = False) -> Attachment | None:
         self._attachment.require_own()
         if self.sock is None:
             self.sock = dial(self._path)
             if self.sock is None:
                 self._pause()
                 return None
-            ask(self.sock, self._request())
+            request = self._request()
+            ask(self.sock, _to_leave(request) if to_leave else request)
         found = take_answer(self.sock)
         if found is not None:
             self.sock = None
@@ -164,6 +176,25 @@ def leave_next(way: WayBack) -> None:
     """
     if not way.leave_there():
         leave_later(way.leave_there)
+
+
+def leave_with_memory(way: WayBack) -> None:
+    """Say so to the daemon that has the memory of before again, once this process attaches to it.
+
+    The next one may have other memory, and know nothing of that session. Where files are left of
+    the former, one after it may take them up; it would wait for this process while that lives.
+    """
+    memory = way.memory
+    if memory[1]:
+        _LEFT.setdefault(memory, []).append(way)
+        while len(_LEFT) > MOST_LEFT:
+            del _LEFT[next(iter(_LEFT))]
+
+
+def leave_former(path: str, attachment: Attachment) -> None:
+    """This process has attached anew: leave what it was of where that memory was there before."""
+    for way in _LEFT.pop((path, attachment.files), ()):
+        leave_later(way.leaves)
 
 
 def leave_later(is_over: Callable[[], bool], before: socket | None = None) -> None:

@@ -27,7 +27,15 @@ from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from kvd.client.endpoint import attach_path, socket_path
 from kvd.client.port import unread
-from kvd.client.returning import WayBack, go_back, leave_later, leave_next, main_way
+from kvd.client.returning import (
+    WayBack,
+    go_back,
+    leave_former,
+    leave_later,
+    leave_next,
+    leave_with_memory,
+    main_way,
+)
 from kvd.client.stream import ClientStream
 from kvd.errors import Code, KvdError, Refusal
 from kvd.types import Sent
@@ -125,8 +133,10 @@ class SessionSockets:
         """
         self._watcher.watch(self._attachment.fileno(), self.look)
         self._dial()
-        if not self._was_open and self.stream.nobody:
-            raise KvdError(self._nobody_listens())
+        if not self._was_open:
+            if self.stream.nobody:
+                raise KvdError(self._nobody_listens())
+            leave_former(attach_path(self._endpoint), self._attachment)
         self._was_open = True
 
     @property
@@ -154,7 +164,10 @@ class SessionSockets:
             self._attachment.close(unheard=lambda before: leave_later(way.leave_there, before))
             return
         self._unwatch_way()
-        leave_next(self.way)
+        leave_with_memory(self._way_back())
+        end = self._connection.end
+        if end is None or end.code is not Code.POOL_CHANGED:
+            leave_next(self.way)
         self._attachment.close()
 
     def _way_back(self) -> WayBack:

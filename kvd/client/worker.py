@@ -27,7 +27,7 @@ from kvd.client.mover.movers import Movers
 from kvd.client.mover.pending_copy import MARK_WITHIN_S
 from kvd.client.pool import Pools
 from kvd.client.rank_words import RankWords
-from kvd.client.returning import WayBack, leave_later
+from kvd.client.returning import WayBack, leave_former, leave_later, leave_with_memory
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import Join, RankWritten
 
@@ -67,6 +67,7 @@ class Worker:
         self.movers = Movers(self._words, self.check)
         """Of the blocks that this process has given."""
         attachment.copies = self.movers
+        leave_former(path, attachment)
         self._events: deque[WhenWritten] = deque(maxlen=EVENTS_KEPT)
         self._closing = threading.Event()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -215,6 +216,7 @@ class Worker:
         if self._closing.is_set():
             return
         is_quiet = not self._attachment.is_own or self.movers.close(_CLOSED, CLOSE_WITHIN_S)
+        is_lost = self.end is not None or self._attachment.has_hung_up()
         self._closing.set()
         self.end = self.end or _CLOSED
         # A forked child has no such thread, and the bell and the words are its parent's too.
@@ -227,6 +229,8 @@ class Worker:
             is_quiet = is_quiet or self.movers.close(_CLOSED, UNHEARD_WITHIN_S)
         self._pools.close()
         way = WayBack(self._path, self._attachment, self._join_again)
+        if is_lost and is_quiet:
+            leave_with_memory(WayBack(self._path, self._attachment, self._join_again))
         self._attachment.close(
             says_leave=is_quiet, unheard=lambda before: leave_later(way.leaves, before)
         )

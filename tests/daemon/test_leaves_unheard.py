@@ -112,3 +112,40 @@ def test_a_worker_that_is_closed_while_its_daemon_is_dead(daemon, away_s):
 def pids(daemon):
     [client] = daemon.snapshot().clients
     return client.pids
+
+
+@pytest.mark.parametrize("says", ["by itself", "by a worker too"])
+def test_a_session_that_other_memory_has_ended_is_awaited_by_nobody_once_that_of_before_is_back(
+    daemon, says
+):
+    """A pool's section is changed and changed back, and the engine lives: it holds nothing."""
+    shape, before = dict(daemon._settings), daemon.client
+    node = kvd.client.connect_sync(before, name="engine", on_unreachable="miss")
+    workers = [kvd.client.join(before, token=node.token)] if "worker" in says else []
+    node.lease(tokens())
+    daemon.kill()
+    del daemon._settings["pool.directory"]
+    daemon._settings["pool.backing"] = "anon"
+    daemon.start()
+    daemon.wait_ready()
+    until(lambda: node.pump() is not None and node.end is not None, within_s=HEARD_S)
+    until(lambda: all(worker.end is not None for worker in workers), within_s=HEARD_S)
+    for one in (node, *workers):
+        one.close()
+    assert str(node.end).startswith("pool-changed")
+    until(lambda: not daemon.snapshot().clients, within_s=HEARD_S)
+
+    daemon.stop()
+    daemon._settings = shape
+    daemon.start()
+    daemon.wait_ready()
+    assert [client.name for client in daemon.snapshot().clients] == ["engine"]
+    with kvd.client.connect_sync(before, name="engine anew") as anew:
+        workers = [kvd.client.join(before, token=anew.token) for _ in workers]
+        until(
+            lambda: [client.name for client in daemon.snapshot().clients] == ["engine anew"],
+            within_s=HEARD_S,
+        )
+        assert not daemon.snapshot().leases
+        for worker in workers:
+            worker.close()
