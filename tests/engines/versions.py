@@ -29,7 +29,7 @@ RECORD = Path(__file__).with_name("versions.json")
 PAGE = ROOT / "docs" / "howto" / "vllm.md"
 
 VERSIONS = ("0.32.0", "0.27.1")
-"""The newest that runs, and the oldest that the connector speaks to."""
+"""The newest that runs, and the oldest that takes the same torch."""
 
 CORE = ("tests/engines/test_core.py", "tests/engines/test_vllm_resets.py")
 
