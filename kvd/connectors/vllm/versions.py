@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["CacheHitSource", "KVConnectorTransferResults"]
 """Of vLLM, or in their place."""
 
-TESTED: Final = ((0, 26), (0, 27), (0, 28), (0, 29), (0, 30), (0, 31), (0, 32))
+TESTED: Final = ((0, 25), (0, 26), (0, 27), (0, 28), (0, 29), (0, 30), (0, 31), (0, 32))
 """Series that were run, major and minor, the oldest first: see ``tests/engines/versions.json``."""
 
 try:
