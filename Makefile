@@ -4,7 +4,7 @@
 # make test-fast   core, wire, configuration, property: under a minute
 # make test-install   the wheel in bare environments; needs the registry, takes minutes
 # make setup-vllm   .venv-vllm, of the newest vLLM that runs       (VLLM="0.32.0 0.27.1": of these)
-# make test-engines   vLLM itself through real daemons: the newest, and the oldest that is taken
+# make test-engines   vLLM itself through real daemons: the newest, and the oldest of the same torch
 # make test-install-vllm   the wheel beside vLLM, in build/vllm (4 GB)
 # make soak   faults for half an hour, real daemons         (ARGS="--seed 3 --json DIRECTORY")
 # make bench-compare BASE=REVISION   another checkout and this one, in turns  (ARGS="--rounds 3 --json out.json")

@@ -1,7 +1,7 @@
 """Engines of two versions of vLLM at one daemon, and at two nodes: none takes the other's KV.
 
 ``KVD_VLLM_OTHER_PYTHON`` is the interpreter of the second one: ``make test-engines`` names the
-oldest version that is taken.
+oldest version of the same torch.
 """
 
 from __future__ import annotations
