@@ -190,9 +190,14 @@ def test_a_filter_leaves_gaps():
     lines = [event_log.line_of(one) for one in book.entries(log, 9.0)]
     assert [one.kind for one in lines] == ["gap", "moved"]
     assert lines[0].words == (
-        "7 events had left the daemon's ring before they were asked for; "
+        "older events are no longer kept, 7 of them: only failures and changes are; "
         "3 events were more than a frame takes"
     )
+
+
+def test_what_is_kept_of_before_a_gap_is_before_it():
+    log = Log().add([moved(1), EventGap(before_seq=9, lost=7, skipped=0, since_s=4.0), moved(9)], 9)
+    assert [one.at_s for one in LogEntries().entries(log, 9.0)] == [1.0, 4.0, 9.0]
 
 
 def test_a_filter_by_age_is_of_now():

@@ -171,6 +171,18 @@ class StoryAnswer(msgspec.Struct, frozen=True):
     answer: Because | Refusal | tuple[OtherEnd, ...]
 
 
+def told(story: StoryAnswer) -> list[str]:
+    """What the daemon remembers of one that is in no table: its end, or that it is gone."""
+    match story.answer:
+        case Because(sentence=sentence, facts=facts, marks=marks):
+            told = [f"-{lasting(max(0.0, mark.ago_s))}  {mark.what}" for mark in marks]
+            return [clean(line) for line in (sentence, *facts, *told)]
+        case Refusal(message=message):
+            return [clean(message)]
+        case _:
+            return []
+
+
 class HandoffStory(msgspec.Struct, frozen=True):
     """A handoff that is looked at. ``here`` and ``there`` are None until they were asked for."""
 

@@ -274,13 +274,19 @@ class Mirror:
         self.note(heard_s, "misfit", f"dropped, and asked for again: {why}")
 
     def _hear(self, asked: EventQuery, frame: Frame, heard_s: float) -> None:
-        """Put events into their log. What was before the first ask is no loss."""
+        """Put events into their log. What was before the first ask is no loss, but is told."""
         slot = log_slot(asked)
         log = self._logs.get(slot, Log())
         fresh: list[Event] = [event for event in frame.events if event.seq > log.last_seq]
         items: list[Item] = list(fresh)
-        if log.last_seq and (frame.lost or frame.skipped):
-            items.insert(0, EventGap(fresh[0].seq if fresh else 0, frame.lost, frame.skipped))
+        if frame.lost or (log.last_seq and frame.skipped):
+            at = next((at for at, e in enumerate(fresh) if e.at_s >= frame.since_s), len(fresh))
+            before = fresh[at].seq if at < len(fresh) else 0
+            gap = EventGap(
+                before_seq=before, lost=frame.lost, skipped=frame.skipped, since_s=frame.since_s
+            )
+            items.insert(at, gap)
+        if log.last_seq:
             if frame.lost:
                 self.note(
                     heard_s, "lost", f"{counted(frame.lost, 'event')} had left the daemon's ring"

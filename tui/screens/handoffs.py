@@ -18,7 +18,7 @@ from tui.model.columns import ComputedColumns
 from tui.model.handoffs import HandoffStory
 from tui.model.rates import RowRates
 from tui.screens.page import ABORT, FENCE, Page
-from tui.widgets.canvas import Canvas, console
+from tui.widgets.canvas import NOT_HERE_YET, Canvas, console, wrap_words
 from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
@@ -113,11 +113,11 @@ class HandoffsPage(Page):
     @override
     def show(self, snapshot: DaemonSnapshot) -> None:
         super().show(snapshot)
-        row = self.rooms.named_row()
-        if row is None:
+        row, ref = self.rooms.named_row(), self.chosen()
+        if not ref:
             self._story = None
-        elif self._story is None or self._story.ref != row.row.key:
-            self._story = HandoffStory(row.row.key)
+        elif self._story is None or self._story.ref != ref:
+            self._story = HandoffStory(ref)
             self.ask_here()
             self.ask_there()
         node = snapshot.vitals.node if snapshot.vitals is not None else "here"
@@ -125,6 +125,13 @@ class HandoffsPage(Page):
         if self.panel.display and width:  # what does not fit is the oldest of the story
             lines = story_lines(self._story, row, node, snapshot.now_s, width)
             self.panel.paint(lines[:height])
+
+    @override
+    def chosen(self) -> str:
+        """One that was gone to, and is in no table any more, can still be asked about."""
+        rooms = self.rooms
+        is_gone = rooms.pinned and rooms.data is not None and not rooms.data.total
+        return rooms.pinned if is_gone else super().chosen()
 
     @override
     def seek(self, ref: str) -> bool:
@@ -192,8 +199,11 @@ def story_lines(
 ) -> list[Line]:
     """Its head, the chart, what is wrong, the figures, then its story; in the order of weight."""
     if row is None or story is None:
-        head = spans.headed((Styled("life of a handoff", "head"),), width)
-        return [head, spans.line("  no handoff is under way", "dim")]
+        words = ["no handoff is under way" if story is None else NOT_HERE_YET]
+        if story is not None and story.here is not None:
+            words = handoffs.told(story.here)
+        head = spans.headed((Styled(story.ref if story else "life of a handoff", "head"),), width)
+        return [head, *[spans.line(part) for line in words for part in wrap_words(line, width)]]
     ends = handoffs.ends(story, row, node, now_s)
     until_s = row.number("until")
     deadline_in_s = None if until_s is None else until_s - now_s
