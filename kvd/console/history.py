@@ -23,6 +23,7 @@ from kvd.types import amount
 from kvd.wire import events
 from kvd.wire.admin import AdminFailed, Because, Mark, Why
 from kvd.wire.console import Latency, Sources
+from kvd.wire.events import DELIVERED, WORK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -140,14 +141,6 @@ MAX_MOVES = 32
 """Of one part."""
 MAX_REFUSED = 64
 """Refused messages that are remembered: enough to tell a flood from a mistake."""
-WORK = frozenset(
-    {
-        *(events.LeaseOpened, events.LeaseExtended, events.LeaseWritten, events.LeaseCommitted),
-        *(events.LeaseReleased, events.EngineCopied, events.Evicted, events.Waiting, events.Moved),
-        *(events.PagesDemoted, events.PagesPromoted, events.HandoffEnded),
-    }
-)
-"""What requests do all the time; of the ends of handoffs those that failed are kept."""
 MAX_KEPT = 128
 """Of each other kind: a flood of one leaves the others where they are."""
 RECEIVE = "receive from "
@@ -156,7 +149,6 @@ TIERS = ("demotion to ", "promotion from ")
 """The same of a lease that keeps pages while they move between the pool and a tier."""
 GIVEN_UP = frozenset({"aborted", "cancelled", "client-gone"})
 """Codes of handoffs that somebody did not want any more: their tokens are not lost."""
-DELIVERED = frozenset({"delivered", "committed"})
 ENDING = frozenset({"ready", "settled"})
 """States of parts whose end was told, or is about to be."""
 
@@ -249,8 +241,9 @@ class Recent:
 
     def between(self, after: int, before: int) -> list[Event]:
         """What is kept of those numbered between these: changes, and what became of failures."""
-        failed = [event for ending in self.failed for event in (*ending.moves, ending.end)]
-        kept = chain(failed, *self._kept.values())
+        kept: list[Event] = list(chain.from_iterable(self._kept.values()))
+        for ending in self.failed:
+            kept += (*ending.moves, ending.end)
         return sorted([e for e in kept if after < e.seq < before], key=lambda event: event.seq)
 
     def sources(self) -> Sources:

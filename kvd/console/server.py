@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -43,7 +43,7 @@ from kvd.core.inspect.words import node_word
 from kvd.core.peers.peer import Life
 from kvd.wire.admin import Frame
 from kvd.wire.console import Latency, MapQuery, Query, Table, TableRow, Vitals
-from kvd.wire.events import REFERENCES, Event
+from kvd.wire.events import Event, is_of, refs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -98,20 +98,6 @@ class Watch:
         """One frame less; the next one is due in its turn, or later if this one came late."""
         self.left -= 1
         self.due_s = max(self.due_s + self.asked.every_s, now_s)
-
-
-_NAMED: dict[type, tuple[tuple[str, str], ...]] = {
-    kind: tuple((name, REFERENCES[name]) for name in kind.__struct_fields__ if name in REFERENCES)
-    for kind in get_args(Event)
-}
-
-
-def refs_of(event: Event) -> Iterator[str]:
-    """What it names: ``lease:7``, ``room:12``."""
-    for field, kind in _NAMED[type(event)]:
-        name = getattr(event, field)
-        if name:
-            yield f"{kind}:{name}"
 
 
 def is_about(event: Event, ref: str) -> bool:
@@ -405,7 +391,7 @@ class ConsoleServer:
             lost, events = lost - len(kept), (*kept, *events)
         if asked.kinds:
             kinds = set(asked.kinds)
-            events = [event for event in events if event.__struct_config__.tag in kinds]
+            events = [event for event in events if is_of(event, kinds)]
         if asked.about:
             events = [event for event in events if is_about(event, asked.about)]
         skipped = max(0, len(events) - asked.limit)

@@ -128,6 +128,14 @@ def test_the_old_leases_of_one_engine_are_one_concern():
     assert "3 leases with 9 pages" in only(stage).evidence
 
 
+def test_an_arena_is_not_old_however_long_it_is_held():
+    world = World()
+    stage = Stage(world.d)
+    world.d.call(client.OpenArena, n_pages=3)
+
+    assert after(stage, 700.0, 0.4) == []
+
+
 def kept_room(**how: float):
     """A prompt that is computed, and kept for whoever wants it."""
     world = World(max_deadline_s=90.0)

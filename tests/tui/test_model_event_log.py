@@ -10,7 +10,7 @@ import pytest
 from kvd import filters
 from kvd.wire.admin import Mark, OtherEnd
 from kvd.wire.console import Filter
-from kvd.wire.events import Event, HandoffEnded, LeaseOpened, Moved, PagesCorrupt
+from kvd.wire.events import Event, HandoffEnded, LeaseOpened, Moved, PagesCorrupt, refs_of
 from tests.tui.feed import vitals
 from tui.model import event_log, event_words
 from tui.model.event_log import MAX_ITEMS, EventGap, Log, LogEntries
@@ -113,7 +113,7 @@ def test_a_handoff_that_did_not_arrive_is_trouble():
 
 def test_an_event_names_the_narrowest_first_and_links_all_that_can_be_opened():
     event = ended("failed")
-    assert event_words.refs_of(event) == ("room:12", "lease:7", "peer:one")
+    assert tuple(refs_of(event)) == ("room:12", "lease:7", "peer:one")
     assert event_words.links_of(event) == ("send:4", "room:12", "lease:7", "peer:one")
     corrupt = PagesCorrupt(
         1,

@@ -13,7 +13,7 @@ import msgspec
 from kvd.filters import row_passes
 from kvd.text import clean
 from kvd.wire.events import Event
-from tui.draw.spans import Style
+from tui.draw.spans import Style, Styled, left
 from tui.model import event_words
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 MAX_ITEMS = 2000
+KIND_COLUMNS = 17
 
 
 class EventGap(msgspec.Struct, frozen=True):
@@ -98,6 +99,12 @@ class EventLine(msgspec.Struct, frozen=True):
     kind: str
     words: str
     style: Style
+
+    @property
+    def spans(self) -> tuple[Styled, Styled]:
+        """Its kind, as wide as that of any other, and what happened."""
+        head = Styled(f"{self.letter} {left(self.kind, KIND_COLUMNS)} ", self.style)
+        return head, Styled(self.words, self.style if self.style in {"warn", "bad"} else "plain")
 
 
 def line_of(entry: Entry) -> EventLine:

@@ -111,7 +111,7 @@ def progress(row: NamedRow, columns: int) -> tuple[str, Style]:
 
 def bar_columns(width: int) -> int:
     """How long a bar is in a table so wide."""
-    return max(6, min(32, (width - 60) // 6 + 5))
+    return max(6, min(17, (width - 60) // 6 + 5))
 
 
 def done(row: NamedRow) -> tuple[str, Style]:
@@ -169,18 +169,6 @@ class StoryAnswer(msgspec.Struct, frozen=True):
 
     at_s: float
     answer: Because | Refusal | tuple[OtherEnd, ...]
-
-
-def told(story: StoryAnswer) -> list[str]:
-    """What the daemon remembers of one that is in no table: its end, or that it is gone."""
-    match story.answer:
-        case Because(sentence=sentence, facts=facts, marks=marks):
-            told = [f"-{lasting(max(0.0, mark.ago_s))}  {mark.what}" for mark in marks]
-            return [clean(line) for line in (sentence, *facts, *told)]
-        case Refusal(message=message):
-            return [clean(message)]
-        case _:
-            return []
 
 
 class HandoffStory(msgspec.Struct, frozen=True):

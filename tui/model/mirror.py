@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeVar, assert_never
 
 import msgspec
 
-from kvd.text import counted
 from kvd.wire.admin import Frame, Look
 from kvd.wire.console import MAX_QUERIES, EventQuery, MapQuery, PageMap, Query, Table, Vitals
 from tui.model import tables
@@ -85,7 +84,7 @@ class Subscription(msgspec.Struct, frozen=True):
 class Notice(msgspec.Struct, frozen=True):
     """A line for the operator about what is shown, not about the daemon's pages.
 
-    ``kind``: ``restart``, ``lost`` (events), ``skipped`` (events), ``misfit`` (an answer).
+    ``kind``: ``restart``, or ``misfit`` (an answer). Events that are missing are in their log.
     """
 
     heard_s: float
@@ -286,15 +285,6 @@ class Mirror:
                 before_seq=before, lost=frame.lost, skipped=frame.skipped, since_s=frame.since_s
             )
             items.insert(at, gap)
-        if log.last_seq:
-            if frame.lost:
-                self.note(
-                    heard_s, "lost", f"{counted(frame.lost, 'event')} had left the daemon's ring"
-                )
-            if frame.skipped:
-                self.note(
-                    heard_s, "skipped", f"{counted(frame.skipped, 'event')} did not fit a frame"
-                )
         last_seq = max(frame.upto, fresh[-1].seq if fresh else 0)
         _put(self._logs, slot, log.add(items, last_seq), MAX_LOGS)
 

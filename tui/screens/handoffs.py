@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.binding import Binding
 from typing_extensions import override
 
-from kvd.text import clean, compact_bytes, counted, lasting
+from kvd.text import bytes_per_second, clean, compact_bytes, counted, lasting
 from kvd.wire.admin import AskOtherEnd, Because, OtherEnds, Why
 from kvd.wire.console import Filter
 from tui.actions import answered
-from tui.draw import phases, spans
+from tui.draw import chart, phases, spans
+from tui.draw.chart import Series
 from tui.draw.spans import Line, Styled, cleaned
 from tui.model import handoffs
 from tui.model.columns import ComputedColumns
@@ -19,6 +20,7 @@ from tui.model.handoffs import HandoffStory
 from tui.model.rates import RowRates
 from tui.screens.page import ABORT, FENCE, Page
 from tui.widgets.canvas import NOT_HERE_YET, Canvas, console, wrap_words
+from tui.widgets.card import CardContent, card_lines
 from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from tui.model.snapshots import DaemonSnapshot
 
 
+LEAST_CHART_LINES, MOST_CHART_LINES = 4, 8
 HERE_S = 0.5
 """How often our daemon is asked for the story of the one under the cursor."""
 THERE_S = 1.0
@@ -60,7 +63,7 @@ class HandoffsPage(Page):
 
     DEFAULT_CSS = """
     HandoffsPage > #table-rooms { height: 1fr; }
-    HandoffsPage > #life { height: 52%; min-height: 6; max-height: 24; }
+    HandoffsPage > #life { height: 52%; min-height: 6; }
     """
 
     def __init__(self) -> None:
@@ -124,6 +127,11 @@ class HandoffsPage(Page):
         width, height = self.panel.size
         if self.panel.display and width:  # what does not fit is the oldest of the story
             lines = story_lines(self._story, row, node, snapshot.now_s, width)
+            room = min(height - len(lines), MOST_CHART_LINES)
+            if row is not None and room >= LEAST_CHART_LINES:
+                moved = self._rates.per_second(row.row.key, 2 * width, end_s=row.at_s)
+                series = Series("bytes of it", moved, bytes_per_second)
+                lines += chart.chart(series, width, room)
             self.panel.paint(lines[:height])
 
     @override
@@ -199,10 +207,11 @@ def story_lines(
 ) -> list[Line]:
     """Its head, the chart, what is wrong, the figures, then its story; in the order of weight."""
     if row is None or story is None:
+        ref, told = ("life of a handoff", None) if story is None else (story.ref, story.here)
         words = ["no handoff is under way" if story is None else NOT_HERE_YET]
-        if story is not None and story.here is not None:
-            words = handoffs.told(story.here)
-        head = spans.headed((Styled(story.ref if story else "life of a handoff", "head"),), width)
+        if told is not None and not isinstance(told.answer, tuple):
+            words = [spans.text_of(line) for line in card_lines(CardContent(ref, told.answer))]
+        head = spans.headed((cleaned(ref, "head"),), width)
         return [head, *[spans.line(part) for line in words for part in wrap_words(line, width)]]
     ends = handoffs.ends(story, row, node, now_s)
     until_s = row.number("until")
