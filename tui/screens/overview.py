@@ -416,7 +416,7 @@ def _tier(row: NamedRow, read: RowRates, width: int) -> list[Line]:
 
     since_s, why = row.number("waiting_since"), row.text("why")
     state = cells.show(row.text("state"), "state", row.at_s, 12)
-    lately = compact(MINUTE_S * (read.rate(row.row.key) or 0))
+    lately = compact(round(MINUTE_S * (read.rate(row.row.key) or 0)))
     waits = "nobody waits"
     if since_s is not None:
         waits = f"{figure('waiting')} wait, for {age(row.at_s - since_s)}"
