@@ -85,8 +85,6 @@ CHARTED_S = (1.0, 8.0)
 AHEAD_S = 3.0
 """So long keys about a row wait for the first rows of a page."""
 ABOUT_A_ROW = frozenset({"enter", "r", "i", "y", "ctrl+k", "x", "h", "p", "up", "down", "k", "j"})
-IN_THE_LOG = frozenset({"lost", "skipped"})
-"""Notices that are lines among the events; where those are many, telling each is in the way."""
 ON_SOMETHING = ("open", "related", "events_of", "copy")
 """About what is open, or under the cursor."""
 CARD_S = 0.5
@@ -211,6 +209,7 @@ class KvdTui(App[None], inherit_bindings=False):
         )
         self.card: Card = Card()
         """What is open."""
+        self._happened = heads.Happened()
         self.bar = CommandBar(lambda mode, text: actions.judge(self, mode, text))
         self.page: Page = ALL[first]()
         """The visible page."""
@@ -246,6 +245,7 @@ class KvdTui(App[None], inherit_bindings=False):
         with Ground(id="body"):
             yield self._switcher
             yield self.card
+        yield self._happened
         yield self.bar
         yield heads.Foot(compact=True, show_command_palette=False)
 
@@ -276,6 +276,7 @@ class KvdTui(App[None], inherit_bindings=False):
         table = self.page.table()
         is_wide = table is not None and table.is_wide
         self.bench.set_class(is_wide or self.size.width < NARROW_COLUMNS, "narrow")
+        self._happened.display = self.size.height >= heads.TALL_LINES and self.page.events() is None
         self._seen = ()
 
     @property
@@ -296,7 +297,8 @@ class KvdTui(App[None], inherit_bindings=False):
         if not self.is_running:
             return self._asked
         queries = dict.fromkeys((*self.page.queries(), ALL_PEERS))
-        return Subscription(tuple(queries), self.page.events())
+        happened = heads.HAPPENED if self._happened.display else None
+        return Subscription(tuple(queries), self.page.events() or happened)
 
     def time_of_day(self, at_s: float, *, is_fine: bool = False) -> str:
         """A moment of the daemon's clock as ours says it: ``14:32:07``, or ``14:32:07.250``."""
@@ -328,6 +330,7 @@ class KvdTui(App[None], inherit_bindings=False):
             was_s, self._busy_s = self._busy_s, time.thread_time()
             self.link.painted(self._busy_s - was_s)  # its own: others at work are no reason to wait
             self.page.show(snapshot)
+            self._happened.show(snapshot)
             if self._sought and self.page.seek(self._sought):
                 self._sought = ""
             self.hurry()
@@ -380,8 +383,7 @@ class KvdTui(App[None], inherit_bindings=False):
         notices = self.mirror.notices
         if notices and notices[-1] is not self._noticed:
             self._noticed = notices[-1]
-            if self._noticed.kind not in IN_THE_LOG:
-                self.say(self._noticed.text, is_bad=True)
+            self.say(self._noticed.text, is_bad=True)
 
     # ---- keys -------------------------------------------------------------------------------
 

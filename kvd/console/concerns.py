@@ -40,7 +40,7 @@ from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.inspect.quota_states import quota_states
 from kvd.core.inspect.rows import waiting_rows
 from kvd.core.inspect.schema import StateField, client_ref
-from kvd.core.inspect.words import asked_word, asker_name, epochs_words
+from kvd.core.inspect.words import SHORT, asked_word, asker_name, epochs_words, is_short
 from kvd.core.peers.peer import Agent, Life
 from kvd.text import counted
 from kvd.types import amount
@@ -63,8 +63,6 @@ if TYPE_CHECKING:
 WAITS_S = 1.0
 LATE = 0.2
 """The last fifth of the time that a request has."""
-SHORT = 0.05
-"""A component that can give no more of its pages than this is about to make requests wait."""
 QUARANTINE_S = 2.0
 LONG_QUARANTINE_S = 5.0
 
@@ -106,7 +104,7 @@ def short_pools(context: Context) -> Iterator[Concern]:
         # One waiter may go and the next one come: what counts is that there always is one.
         if rows and context.now_s - first_seen(context, "waits", name) <= WAITS_S:
             rows = []
-        if not rows and headroom > SHORT * total:
+        if not rows and not is_short(budgets, name):
             continue
         waits, is_late = "", False
         if rows:

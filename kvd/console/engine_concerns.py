@@ -13,6 +13,7 @@ from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.inspect.rows import client_rows
 from kvd.core.inspect.schema import session_name
 from kvd.core.inspect.words import mark_words
+from kvd.core.leases import arenas
 from kvd.text import counted
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def old_leases(context: Context) -> Iterator[Concern]:
         untouched_s = now_s - lease.touched_s
         if untouched_s <= OLD_S or lease.state is not LeaseStage.RUNNING:
             continue
+        if lease.reason == arenas.REASON:
+            continue  # its engine places what is in it, and tells nobody
         if (lease.cache or untouched_s > OLD_UNCACHED_S) and ENGINE in lease.holders:
             kept = _kept_leases(node) if kept is None else kept
             if lease.id not in kept and lease.holders == {ENGINE}:

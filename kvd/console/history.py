@@ -23,6 +23,7 @@ from kvd.types import amount
 from kvd.wire import events
 from kvd.wire.admin import AdminFailed, Because, Mark, Why
 from kvd.wire.console import Latency, Sources
+from kvd.wire.events import DELIVERED, WORK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -140,28 +141,30 @@ MAX_MOVES = 32
 """Of one part."""
 MAX_REFUSED = 64
 """Refused messages that are remembered: enough to tell a flood from a mistake."""
+MAX_KEPT = 128
+"""Of each other kind: a flood of one leaves the others where they are."""
 RECEIVE = "receive from "
 """How the reason of a lease begins whose tokens come from a peer."""
 TIERS = ("demotion to ", "promotion from ")
 """The same of a lease that keeps pages while they move between the pool and a tier."""
 GIVEN_UP = frozenset({"aborted", "cancelled", "client-gone"})
 """Codes of handoffs that somebody did not want any more: their tokens are not lost."""
-DELIVERED = frozenset({"delivered", "committed"})
 ENDING = frozenset({"ready", "settled"})
 """States of parts whose end was told, or is about to be."""
 
 
-class Failure(NamedTuple):
-    """A handoff that was not delivered, and its transitions."""
+class EndedHandoff(NamedTuple):
+    """A handoff that is over; of one that was not delivered its transitions, too."""
 
     end: HandoffEnded
-    moves: list[events.Moved]
+    moves: Sequence[events.Moved] = ()
 
     def told(self, call: int, now_s: float) -> Because:
         """What is said of it to who asks."""
         end = self.end
         way = f"from {end.peer}" if end.side == "decode" else f"to {end.peer or 'nobody'}"
         why = f"{end.code}: {end.reason}" if end.code else end.outcome
+        how = "was delivered" if end.outcome in DELIVERED else "failed"
         marks = [Mark(now_s - end.at_s + end.took_s, "asked for")]
         for move in self.moves:
             words = f"{move.trigger}: {move.why}" if move.why else move.trigger
@@ -169,7 +172,7 @@ class Failure(NamedTuple):
             marks.append(Mark(now_s - move.at_s, what))
         return Because(
             call=call,
-            sentence=f"{part_ref(end)} of room {end.room} {way} failed "
+            sentence=f"{part_ref(end)} of room {end.room} {way} {how} "
             f"{now_s - end.at_s:.1f} s ago, after {end.took_s:.3f} s: {why}",
             facts=(
                 f"{amount(end.moved_bytes)} had moved",
@@ -200,7 +203,7 @@ class Recent:
     def __init__(self) -> None:
         self.ended: deque[HandoffEnded] = deque(maxlen=MAX_ENDED)
         """Handoffs by their end, the newest last."""
-        self.failed: deque[Failure] = deque(maxlen=MAX_FAILED)
+        self.failed: deque[EndedHandoff] = deque(maxlen=MAX_FAILED)
         """Those that were not delivered, however long ago; the newest last."""
         self._stories: dict[tuple[str, int], list[events.Moved]] = {}
         self.by_peer: dict[str, PeerTraffic] = {}
@@ -211,6 +214,8 @@ class Recent:
         """By lease: since when, the oldest first."""
         self.refused: deque[MessageRefused] = deque(maxlen=MAX_REFUSED)
         """The newest last."""
+        self._kept: dict[type[Event], deque[Event]] = {}
+        """By kind, whatever is no work."""
         self._takers: dict[type, Callable[..., None]] = {
             events.HandoffEnded: self._handoff_ended,
             events.Moved: self._moved,
@@ -223,11 +228,23 @@ class Recent:
 
     def wants(self, kind: type[Event]) -> bool:
         """Whether events of this kind are looked at."""
-        return kind in self._takers
+        return kind in self._takers or kind not in WORK
 
     def take(self, event: Event) -> None:
         """One event, in order."""
-        self._takers[type(event)](event)
+        kind = type(event)
+        if kind not in WORK:
+            self._kept.setdefault(kind, deque(maxlen=MAX_KEPT)).append(event)
+        taker = self._takers.get(kind)
+        if taker is not None:
+            taker(event)
+
+    def between(self, after: int, before: int) -> list[Event]:
+        """What is kept of those numbered between these: changes, and what became of failures."""
+        kept: list[Event] = list(chain.from_iterable(self._kept.values()))
+        for ending in self.failed:
+            kept += (*ending.moves, ending.end)
+        return sorted([e for e in kept if after < e.seq < before], key=lambda event: event.seq)
 
     def sources(self) -> Sources:
         """Where the tokens of all leases came from."""
@@ -264,13 +281,11 @@ class Recent:
         """With one peer; a stranger's is nothing."""
         return self.by_peer.get(peer) or PeerTraffic()
 
-    def failure(self, kind: str, number: int) -> Failure | None:
-        """The last one of that room, receive or send."""
+    def ending(self, kind: str, number: int) -> EndedHandoff | None:
+        """The last one of that room, receive or send; a failure where there is one."""
         ref = f"{kind}:{number}"
-        for failure in reversed(self.failed):
-            if ref in {f"room:{failure.end.room}", part_ref(failure.end)}:
-                return failure
-        return None
+        found = chain(reversed(self.failed), map(EndedHandoff, reversed(self.ended)))
+        return next((e for e in found if ref in {f"room:{e.end.room}", part_ref(e.end)}), None)
 
     def _moved(self, event: events.Moved) -> None:
         stories, part = self._stories, (event.side, event.part)
@@ -289,7 +304,7 @@ class Recent:
         is_delivered = event.outcome in DELIVERED
         story = self._stories.pop((event.side, event.part), [])
         if not is_delivered:
-            self.failed.append(Failure(event, story))
+            self.failed.append(EndedHandoff(event, story))
         is_receive = event.side == "decode"
         # Without a lease it was never admitted, and no LeaseOpened has counted its prompt.
         if is_receive and event.lease:
@@ -352,14 +367,21 @@ def recalled(
 ) -> AdminReply:
     """The core's answer with what only those know who remember.
 
-    How a node came to its locks, which is in the ring of events, and a handoff that has failed.
+    How a node came to its locks, which is in the ring of events, and how a handoff has ended.
     """
     match asked, reply:
         case Why(kind="node", id=number), Because():
             return with_lock_history(reply, node, number, happened(), now_s)
-        case Why(kind="room" | "receive" | "send"), AdminFailed():
-            failure = recent.failure(asked.kind, asked.id)
-            return reply if failure is None else failure.told(asked.call, now_s)
+        case Why(kind="room" | "receive" | "send"), AdminFailed(refusal=refusal):
+            ending = recent.ending(asked.kind, asked.id)
+            if ending is not None:
+                return ending.told(asked.call, now_s)
+            first = next(iter(happened()), None)
+            if first is None or first.seq == 1:
+                return reply
+            gone = f"; events of more than {now_s - first.at_s:.0f} s ago are no longer kept"
+            told = msgspec.structs.replace(refusal, message=refusal.message + gone)
+            return msgspec.structs.replace(reply, refusal=told)
         case _:
             return reply
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -43,7 +43,7 @@ from kvd.core.inspect.words import node_word
 from kvd.core.peers.peer import Life
 from kvd.wire.admin import Frame
 from kvd.wire.console import Latency, MapQuery, Query, Table, TableRow, Vitals
-from kvd.wire.events import REFERENCES, Event
+from kvd.wire.events import Event, is_of, refs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -98,20 +98,6 @@ class Watch:
         """One frame less; the next one is due in its turn, or later if this one came late."""
         self.left -= 1
         self.due_s = max(self.due_s + self.asked.every_s, now_s)
-
-
-_NAMED: dict[type, tuple[tuple[str, str], ...]] = {
-    kind: tuple((name, REFERENCES[name]) for name in kind.__struct_fields__ if name in REFERENCES)
-    for kind in get_args(Event)
-}
-
-
-def refs_of(event: Event) -> Iterator[str]:
-    """What it names: ``lease:7``, ``room:12``."""
-    for field, kind in _NAMED[type(event)]:
-        name = getattr(event, field)
-        if name:
-            yield f"{kind}:{name}"
 
 
 def is_about(event: Event, ref: str) -> bool:
@@ -285,7 +271,7 @@ class ConsoleServer:
                 answer, have[place] = feed.answer(have[place]), feed.revision
             answers.append(msgspec.Raw(answer))
         head = self._head(now_s)
-        lost, skipped, events = self._happened(watch.asked.events, watch.after)
+        lost, skipped, since_s, events = self._happened(watch.asked.events, watch.after)
         watch.after = upto = self._scene.node.out.seq
         frame = _ENCODE(
             Frame(
@@ -296,6 +282,7 @@ class ConsoleServer:
                 lost=lost,
                 skipped=skipped,
                 upto=upto,
+                since_s=since_s,
             )
         )
         self._pay()
@@ -391,18 +378,24 @@ class ConsoleServer:
             self._vitals = vitals(self._scene, self._worry, self._latency, self._share)
         return self._vitals
 
-    def _happened(self, asked: EventQuery | None, after: int) -> tuple[int, int, tuple[Event, ...]]:
-        """How many were lost, how many did not fit, and the newest that were asked for."""
+    def _happened(
+        self, asked: EventQuery | None, after: int
+    ) -> tuple[int, int, float, tuple[Event, ...]]:
+        """How many were lost, how many did not fit, since when all are here; and the newest."""
         if asked is None:
-            return 0, 0, ()
+            return 0, 0, 0.0, ()
         lost, events = self._events(after)
+        since_s = events[0].at_s if lost else 0.0
+        if lost:
+            kept = self._scene.recent.between(after, events[0].seq)
+            lost, events = lost - len(kept), (*kept, *events)
         if asked.kinds:
             kinds = set(asked.kinds)
-            events = [event for event in events if event.__struct_config__.tag in kinds]
+            events = [event for event in events if is_of(event, kinds)]
         if asked.about:
             events = [event for event in events if is_about(event, asked.about)]
         skipped = max(0, len(events) - asked.limit)
-        return lost, skipped, tuple(events[skipped:])
+        return lost, skipped, since_s, tuple(events[skipped:])
 
 
 def _no_table(query: Query | MapQuery, now_s: float) -> bytes:

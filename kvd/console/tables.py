@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from typing_extensions import override
 
-from kvd.console.history import DELIVERED, WINDOW_S
+from kvd.console.history import WINDOW_S
 from kvd.console.view import View
 from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.handoff.parts import SendPart
@@ -30,6 +30,7 @@ from kvd.core.inspect.rows import (
 from kvd.core.inspect.schema import CLIENT, LEASE, PEER, POOL, ROOM, WAITING, StateField
 from kvd.core.inspect.snapshot import tier_state
 from kvd.core.tiers.promotion import TierWait
+from kvd.wire.events import DELIVERED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

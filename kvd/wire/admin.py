@@ -289,7 +289,8 @@ class Frame(OperatorReply, frozen=True, tag="frame"):
     """The answer to a ``Look``: ``answers`` are a ``Table`` or a ``PageMap`` each, in order.
 
     ``lost`` events had left the ring before they were asked for, ``skipped`` did not fit. All up to
-    number ``upto`` were looked at: ask for those after it next.
+    number ``upto`` were looked at: ask for those after it next. Where some were lost, all since
+    ``since_s`` were there; of those before it what changed the node is, and what failed.
     """
 
     vitals: Vitals
@@ -298,6 +299,7 @@ class Frame(OperatorReply, frozen=True, tag="frame"):
     lost: int
     skipped: int
     upto: int = 0
+    since_s: float = 0.0
 
 
 class EventPage(OperatorReply, frozen=True, tag="event-page"):

@@ -83,8 +83,9 @@ class MapQuery(msgspec.Struct, frozen=True, array_like=True, tag="map"):
 class EventQuery(msgspec.Struct, frozen=True, array_like=True):
     """Events after number ``after``: at most ``limit``, the newest. ``Frame.skipped``: the others.
 
-    ``kinds``: only these tags; none for all. ``about``: only those that name it: ``lease:7``,
-    ``room:12``, ``peer:prefill-0``, ``node:3``, ``client:2``; empty for all.
+    ``kinds``: only these tags; none for all. ``handoff-failed``: ends of handoffs that failed.
+    ``about``: only those that name it: ``lease:7``, ``room:12``, ``peer:prefill-0``, ``node:3``,
+    ``client:2``; empty for all.
     """
 
     after: Counter

@@ -6,10 +6,13 @@ is the daemon's monotonic clock; ``seq`` starts at 1 with the incarnation.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final, get_args
 
 from kvd.wire.cache_events import CacheThrashing, FloorBroken, PinBegan, PinEnded
 from kvd.wire.numbered_event import NumberedEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator
 
 
 class ClientAttached(NumberedEvent, frozen=True, kw_only=True, tag="client-attached"):
@@ -656,3 +659,44 @@ REFERENCES: Final = {
     "tree_node": "node",
 }
 """Fields of events that name a thing, and how a reference (``lease:7``) calls its kind."""
+
+_RANKS: Final = ("room", "lease", "node", "client", "peer")
+"""By what an event is about first: the narrowest."""
+
+_NAMED: Final[dict[type, list[tuple[str, str]]]] = {
+    kind: sorted(
+        [(name, REFERENCES[name]) for name in kind.__struct_fields__ if name in REFERENCES],
+        key=lambda named: _RANKS.index(named[1]),
+    )
+    for kind in get_args(Event)
+}
+
+
+def refs_of(event: Event) -> Iterator[str]:
+    """What it names, the narrowest first: ``room:12``, ``lease:7``."""
+    for field, kind in _NAMED[type(event)]:
+        name = getattr(event, field)
+        if name:
+            yield f"{kind}:{name}"
+
+
+WORK: Final = frozenset(
+    {
+        *(LeaseOpened, LeaseExtended, LeaseWritten, LeaseCommitted, LeaseReleased, EngineCopied),
+        *(Evicted, Waiting, Moved, HandoffEnded, PagesDemoted, PagesPromoted),
+    }
+)
+"""What requests do all the time: under load the ring has seconds of it. The rest is kept longer,
+and so are handoffs that failed."""
+
+DELIVERED: Final = frozenset({"delivered", "committed"})
+"""Outcomes of handoffs that went well."""
+
+FAILED: Final = "handoff-failed"
+"""By this kind ``handoff-ended`` can be asked for without those."""
+
+
+def is_of(event: Event, kinds: Container[str]) -> bool:
+    """Whether it is asked for by these kinds."""
+    is_failed = isinstance(event, HandoffEnded) and event.outcome not in DELIVERED
+    return event.__struct_config__.tag in kinds or (is_failed and FAILED in kinds)

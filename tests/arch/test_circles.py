@@ -18,7 +18,7 @@ CIRCLES = {
     "tui.actions, tui.app, tui.screens, tui.screens.engines, tui.screens.events, "
     "tui.screens.handoffs, tui.screens.overview, tui.screens.page, tui.screens.peers, "
     "tui.screens.pools, tui.screens.radix, tui.widgets.canvas, tui.widgets.card, "
-    "tui.widgets.commandbar, tui.widgets.dialogs, tui.widgets.page_map, "
+    "tui.widgets.commandbar, tui.widgets.dialogs, tui.widgets.head, tui.widgets.page_map, "
     "tui.widgets.pools, tui.widgets.problems, "
     "tui.widgets.table": "each widget knows the application that it is of",
     "tui.model.event_log, tui.model.mirror, tui.model.snapshots": "the mirror keeps logs of itself",

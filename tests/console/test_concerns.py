@@ -128,6 +128,14 @@ def test_the_old_leases_of_one_engine_are_one_concern():
     assert "3 leases with 9 pages" in only(stage).evidence
 
 
+def test_an_arena_is_not_old_however_long_it_is_held():
+    world = World()
+    stage = Stage(world.d)
+    world.d.call(client.OpenArena, n_pages=3)
+
+    assert after(stage, 700.0, 0.4) == []
+
+
 def kept_room(**how: float):
     """A prompt that is computed, and kept for whoever wants it."""
     world = World(max_deadline_s=90.0)
@@ -297,6 +305,21 @@ def test_a_full_pool_names_the_owner_who_has_most_of_it_dead_or_alive():
     world.pass_time(2.1)
     found = [one for one in concerns(stage.now()) if one.kind == "pool-short"]
     assert "many 1002: 8 pages by 4 leases (gone)" in found[0].evidence
+
+
+def test_a_pool_is_called_short_wherever_it_is_among_the_findings():
+    """Also one that has pages left, of which nobody waits for more."""
+    world = World(d_pages=41)
+    stage = Stage(world.d)
+    words = {}
+    for number, pages in enumerate((36, 1, 1, 1, 1)):
+        world.d.lease(tokens((5000 + 1000 * number, 16 * pages)))
+        is_found = "pool-short" in {found.kind for found in concerns(stage.now())}
+        row = stage.row("pools", "pool:kv")
+        words[row["headroom"]] = (row["state"], is_found)
+
+    found, missed = ("short", True), ("ok", False)
+    assert words == {4: missed, 3: missed, 2: found, 1: found, 0: ("full", True)}
 
 
 def test_requests_that_wait_one_after_the_other_are_told_though_none_waits_for_long():

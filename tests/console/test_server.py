@@ -8,13 +8,17 @@ import msgspec
 import pytest
 
 from kvd.console.context import Context
-from kvd.console.history import Recent
+from kvd.console.history import Recent, recalled
 from kvd.console.server import MAX_ANSWERS, MAX_CREDIT_S, MAX_FEEDS, ConsoleServer, Watch
-from kvd.observe.bus import Bus
-from kvd.wire.admin import Frame, Look
+from kvd.errors import Code, Refusal
+from kvd.observe.bus import RING_EVENTS, Bus
+from kvd.wire import client
+from kvd.wire.admin import AdminFailed, Because, Frame, Look, Why
 from kvd.wire.codec import ADMIN_REPLIES
 from kvd.wire.console import EventQuery, Filter, MapQuery, PageMap, Query, Table
-from tests.core.world import World
+from kvd.wire.events import ClientAttached, Moved, PeerUp
+from tests.core.engines import PROMPT, Sender
+from tests.core.world import World, tokens
 
 
 class NoEngines:
@@ -222,6 +226,50 @@ def test_events_are_those_after_a_number_and_the_newest_of_too_many():
     assert frame.skipped == len(world.d.events) - 1
     assert frame.upto == last
     assert service.look(events=EventQuery(last)).events == ()
+
+
+def test_what_failed_and_what_changed_the_node_is_told_when_it_has_left_the_ring():
+    world = World()
+    world.d.call(client.ReceiveRequest, tokens((1, 100)), room=7, source=("p",), deadline_s=1.0)
+    world.pass_time(2)
+    for _ in range(RING_EVENTS // 2):
+        opened = world.d.call(client.OpenLease, tokens((5000, 32)))
+        world.d.call(client.ReleaseLease, lease=opened.lease)
+    service = Service(world)
+    service.bus.publish(world.d.events)
+    lost, ring = service.bus.after(0)
+
+    told = service.look(events=EventQuery(0, about="room:7"))
+    assert [event.after for event in told.events if isinstance(event, Moved)][-1] == "closed"
+    assert told.events[-1].code == "deadline"
+    assert (told.since_s, told.events[-1].seq < ring[0].seq) == (ring[0].at_s, True)
+    began = service.look(events=EventQuery(0, kinds=("client-attached", "peer-up")))
+    assert [type(event) for event in began.events] == [ClientAttached, PeerUp]
+    assert told.lost == lost - len(service.server._scene.recent.between(0, ring[0].seq))
+    assert service.look(events=EventQuery(ring[-2].seq)).since_s == 0.0
+
+
+def test_of_a_room_that_is_over_it_is_told_how_it_ended_or_that_it_is_no_longer_kept():
+    world = World()
+    sender = Sender(world)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
+    sender.advance(len(PROMPT) // 4)
+    sender.finish()
+    service = Service(world)
+    service.bus.publish(world.d.events)
+    recent, ring = service.server._scene.recent, service.bus.after(0)[1]
+
+    def told(room: int, events: tuple[object, ...]) -> str:
+        asked = Why(1, "room", room)
+        none = AdminFailed(1, Refusal(Code.BAD_REQUEST, f"no open handoff in room {room}"))
+        said = recalled(asked, none, service.node, recent, lambda: events, world.now_s + 60.0)
+        return said.sentence if isinstance(said, Because) else said.refusal.message
+
+    assert told(7, ring).startswith("receive:1 of room 7 from p was delivered 60.0 s ago, after ")
+    assert told(8, ring) == "no open handoff in room 8"
+    assert told(8, ring[1:]) == (
+        "no open handoff in room 8; events of more than 60 s ago are no longer kept"
+    )
 
 
 def test_a_watch_is_answered_with_what_changed_since_its_last_frame(service):

@@ -14,13 +14,11 @@ from tui.draw.page_map import (
     MapWindow,
     cell_of,
     draw,
-    legend,
     pages_of,
     placed,
     styles,
     told,
     whole,
-    zoomed,
 )
 from tui.draw.spans import Line, Styled, text_of, width_of
 
@@ -106,13 +104,6 @@ def test_marks_outside_the_grid_are_left_out():
     assert texts(draw(shown, Grid(2, 1), 77)) == ["▀▀"]
 
 
-def test_a_map_that_cannot_be_had_says_why():
-    made = draw(page_map(b"", trouble="no component 'x\x1b[m'"), Grid(24, 2))
-    assert texts(made) == ["no component 'x\\x1b[m'  ", " " * 24]
-    unchanged = msgspec.structs.replace(page_map(b""), cells=None)
-    assert texts(draw(unchanged, Grid(26, 1))) == ["no map of it has come yet "]
-
-
 def test_a_letter_that_is_not_one_column_wide_cannot_shift_the_map():
     levels = (Level("漢", "wide", 1), Level("", "none", 1), Level("\x1b", "esc", 1))
     shown = page_map(bytes([0, 1, 2]), levels=levels)
@@ -124,15 +115,6 @@ def test_a_level_that_nobody_has_explained_is_blank():
     assert texts(draw(shown, Grid(2, 1))) == texts(draw(shown, Grid(2, 1, "letters"))) == ["  "]
     assert texts(draw(shown, Grid(2, 1, "letters"), 0)) == ["◆ "]
     assert text_of(told(shown, 0)) == "pages 0 to 2"
-
-
-def test_the_legend_has_letter_name_and_pages_of_every_level():
-    made = legend(page_map(bytes(4)), 34)
-    assert texts(made) == [
-        ". free 40 000  c cached 1 015 808 ",
-        "H held 7  ! nobody 0              ",
-    ]
-    assert made[0][0] == Styled(".", "label", "free")
 
 
 def test_the_levels_of_a_graded_lens_go_from_one_end_of_the_ramp_to_the_other():
@@ -217,30 +199,6 @@ def test_arrows_move_by_a_cell_and_stay_inside():
 def test_all_pages_fit_into_the_cells_that_there_are():
     assert whole(1_015_808, 16_384) == MapWindow(0, 62)
     assert whole(10, 16_384) == MapWindow(0, 1)
-
-
-def test_zooming_keeps_the_page_in_its_cell_and_ends_at_a_page_a_cell():
-    window = whole(100_000, 1000)
-    closer = zoomed(window, 50_050, 100_000, cells=1000, times=4)
-    assert closer == MapWindow(37_550, 25)
-    assert (50_050 - closer.first_page) // closer.pages_each == 50_050 // window.pages_each
-    for _ in range(9):
-        closer = zoomed(closer, 50_050, 100_000, cells=1000, times=4)
-    assert closer.pages_each == 1
-    assert closer.first_page <= 50_050 < closer.first_page + 1000
-
-
-def test_zooming_out_ends_at_all_pages():
-    window = MapWindow(40, 1)
-    for _ in range(9):
-        window = zoomed(window, 44, 100_000, cells=1000, times=0.5)
-    assert window == whole(100_000, 1000)
-
-
-def test_every_step_of_the_zoom_changes_something():
-    two = MapWindow(0, 2)
-    assert zoomed(two, 0, 100_000, cells=1000, times=1.1).pages_each == 1
-    assert zoomed(two, 0, 100_000, cells=1000, times=0.9).pages_each == 3
 
 
 def test_a_window_does_not_look_past_the_last_page():

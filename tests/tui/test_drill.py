@@ -71,7 +71,7 @@ async def test_leaked_page_and_forgotten_lock_are_found_and_shown_where_they_are
                 "leak among the findings", r"HIGH +violation: ", r"page \d+ is nowhere"
             )
             await person.turns("pools")
-            await person.reads("leak on pools", r"\? nobody 1\b")
+            await person.reads("leak on pools", r"\? nobody .* 1\n")
 
             breaks("lost_unlock")
             await person.reads("lock in the head", r"\A BAD .* problems 2 ")
@@ -129,7 +129,8 @@ async def test_pages_that_a_remote_may_write_for_a_killed_engine_are_quarantined
             person.causes()
             await person.turns("pools")
             await person.presses("l")
-            await person.reads("free on pools", r"Q quarantined 0", within_s=RELEASED_S)
+            freed = r"(?s)\A(?!.*(?:Q quarantined|asked for)).*lens state.*\n\. free "
+            await person.reads("free on pools", freed, within_s=RELEASED_S)
     wait_linked(pair)
 
 

@@ -10,7 +10,7 @@ import pytest
 from kvd import filters
 from kvd.wire.admin import Mark, OtherEnd
 from kvd.wire.console import Filter
-from kvd.wire.events import Event, HandoffEnded, LeaseOpened, Moved, PagesCorrupt
+from kvd.wire.events import Event, HandoffEnded, LeaseOpened, Moved, PagesCorrupt, refs_of
 from tests.tui.feed import vitals
 from tui.model import event_log, event_words
 from tui.model.event_log import MAX_ITEMS, EventGap, Log, LogEntries
@@ -113,7 +113,7 @@ def test_a_handoff_that_did_not_arrive_is_trouble():
 
 def test_an_event_names_the_narrowest_first_and_links_all_that_can_be_opened():
     event = ended("failed")
-    assert event_words.refs_of(event) == ("room:12", "lease:7", "peer:one")
+    assert tuple(refs_of(event)) == ("room:12", "lease:7", "peer:one")
     assert event_words.links_of(event) == ("send:4", "room:12", "lease:7", "peer:one")
     corrupt = PagesCorrupt(
         1,
@@ -190,9 +190,14 @@ def test_a_filter_leaves_gaps():
     lines = [event_log.line_of(one) for one in book.entries(log, 9.0)]
     assert [one.kind for one in lines] == ["gap", "moved"]
     assert lines[0].words == (
-        "7 events had left the daemon's ring before they were asked for; "
+        "older events are no longer kept, 7 of them: only failures and changes are; "
         "3 events were more than a frame takes"
     )
+
+
+def test_what_is_kept_of_before_a_gap_is_before_it():
+    log = Log().add([moved(1), EventGap(before_seq=9, lost=7, skipped=0, since_s=4.0), moved(9)], 9)
+    assert [one.at_s for one in LogEntries().entries(log, 9.0)] == [1.0, 4.0, 9.0]
 
 
 def test_a_filter_by_age_is_of_now():

@@ -190,6 +190,17 @@ async def test_enter_opens_it_and_r_leads_to_its_peer():
         assert stage.app.page.chosen() == "peer:prefill0"
 
 
+async def test_of_a_room_that_is_in_no_table_it_is_told_how_it_ended():
+    async with staged("handoffs") as stage:
+        await stage.app.open("room:999")
+        await stage.frame()
+        stage.app.page.ask_here()
+        await stage.pilot.pause(0.1)
+        await stage.frame()
+        assert stage.lines("#life")[:2][1].startswith("no open handoff in room 999")
+        assert stage.app.page.chosen() == "room:999"
+
+
 async def test_a_room_is_found_by_its_part():
     async with staged("handoffs") as stage:
         await stage.app.open("room:10")

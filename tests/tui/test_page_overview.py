@@ -71,7 +71,7 @@ async def test_problems_and_failures_come_before_everything_else_at_every_size(s
     async with staged("overview", "normal", size, make_trouble) as stage:
         lines = stage.text.splitlines()
         said = [at for at, line in enumerate(lines) if re.match("[▸ ] . (HIGH|MEDIUM|LOW) ", line)]
-        failure = re.compile(r"[· ] \d\d:\d\d:\d\d .*room")
+        failure = re.compile(r"[· ] \d\d:\d\d:\d\d (?![!i] ).*room")
         failed = [at for at, line in enumerate(lines) if failure.match(line)]
         others = [at for at, line in enumerate(lines) if "kv: " in line or "component" in line]
         total = stage.app.page.problems.data.total
@@ -201,6 +201,25 @@ async def test_a_click_on_a_pool_opens_it():
         await stage.pilot.click("#pools", offset=(4, 1))
         await stage.frame()
         assert (stage.app.page.NAME, stage.app.card.ref) == ("pools", "pool:kv")
+
+
+async def test_a_tall_terminal_has_who_holds_pages_and_what_happened_and_a_click_opens_that():
+    async with staged("overview", size=LARGE) as stage:
+        held = [row.cells[stage.app.page.holders.data.index("held")]
+                for row in stage.app.page.holders.data.listed()]  # fmt: skip
+        assert held == sorted(held, reverse=True)
+        happened = stage.app.query_one("#happened")
+        lines = [text_of(line) for line in happened.lines]
+        assert re.match(r"  12:00:06 ! handoff-ended +room 7 decode prefill1: aborted", lines[1])
+        assert not any("lease-opened" in line or "delivered" in line for line in lines)
+        await stage.pilot.click("#happened", offset=(4, 1))
+        await stage.frame()
+        assert stage.app.page.NAME == "events"
+        assert stage.app.page.row(stage.app.card.ref)[0].cells[1] == "handoff-ended"
+        assert not happened.display
+        await stage.pilot.resize_terminal(*SMALL)
+        await stage.press("1")
+        assert not happened.display
 
 
 async def test_frozen_it_stands_still_while_the_node_goes_on():

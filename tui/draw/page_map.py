@@ -13,7 +13,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvd.text import clean, thousands
+from kvd.text import clean
 from tui.draw.spans import (
     HUES,
     RAMPS,
@@ -22,10 +22,8 @@ from tui.draw.spans import (
     Style,
     Styled,
     columns,
-    fit,
     line,
     merged,
-    wrapped,
 )
 
 if TYPE_CHECKING:
@@ -108,21 +106,6 @@ def whole(total_pages: int, cells: int) -> MapWindow:
     return MapWindow(0, max(1, -(-total_pages // max(cells, 1))))
 
 
-def zoomed(
-    window: MapWindow, page: int, total_pages: int, *, cells: int, times: float
-) -> MapWindow:
-    """``times`` closer (under 1: farther), so that ``page`` stays about where it is.
-
-    Never closer than a page a cell, never farther than all pages.
-    """
-    most = whole(total_pages, cells).pages_each
-    each = min(max(round(window.pages_each / times), 1), most)
-    if each == window.pages_each:
-        each = min(max(each + (1 if times < 1 else -1), 1), most)
-    ahead = (page - window.first_page) // window.pages_each
-    return placed(page - ahead * each, each, total_pages, cells)
-
-
 def placed(first_page: int, pages_each: int, total_pages: int, cells: int) -> MapWindow:
     """A window at about this page that does not look past the last one."""
     latest = max(0, total_pages - cells * pages_each)
@@ -145,13 +128,9 @@ def cell_of(shown: PageMap, page: int) -> int | None:
 
 def draw(shown: PageMap, grid: Grid, cursor: int | None = None) -> list[Line]:
     """The map in exactly the lines and columns of ``grid``."""
-    if shown.trouble or shown.cells is None:
-        cleaned = clean(shown.trouble) or "no map of it has come yet"
-        rest = [line(" " * grid.width)] * (grid.height - 1)
-        return [fit(line(cleaned, "dim"), grid.width), *rest][: max(grid.height, 0)]
     inks = _Inks(shown, grid.shape)
     size = grid.width * grid.each
-    cells = shown.cells[: grid.cells].ljust(grid.cells, bytes((NOWHERE,)))
+    cells = (shown.cells or b"")[: grid.cells].ljust(grid.cells, bytes((NOWHERE,)))
     marks = _marks(shown.lit, cursor, grid)
     lines: list[Line] = []
     for row in range(grid.height):
@@ -164,20 +143,6 @@ def draw(shown: PageMap, grid: Grid, cursor: int | None = None) -> list[Line]:
             spans += inks.run(key, count)
         lines.append(tuple(spans))
     return lines
-
-
-def legend(shown: PageMap, width: int) -> list[Line]:
-    """Every level with its colour, letter, name and pages, on as few lines as that takes."""
-    items = [
-        (
-            Styled(letter_of(level), "label", style),
-            Styled(
-                f" {clean(level.name)} {thousands(level.pages)}", "plain" if level.pages else "dim"
-            ),
-        )
-        for level, style in zip(shown.levels, styles(shown), strict=True)
-    ]
-    return wrapped(items, width)
 
 
 def told(shown: PageMap, cell: int) -> Line:

@@ -44,7 +44,7 @@ _STATES: Final[dict[str, Style]] = {
     **dict.fromkeys(
         (
             *("gone", "lost", "failed", "refused", "quarantined", "high", "broken", "aborted"),
-            *("down", "stale", "ended", "corrupt", "orphan", "quar."),
+            *("down", "stale", "ended", "corrupt", "orphan", "quar.", "short", "full"),
         ),
         "bad",
     ),

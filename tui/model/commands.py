@@ -275,6 +275,5 @@ RULES: tuple[CommandRule, ...] = (
     CommandRule("fence", "restart the transfer process", _nothing(admin.Fence(0))),
     CommandRule("audit", "check every invariant now", _nothing(admin.Audit(0))),
     CommandRule("record save", "save the flight recorder", _record, choices=lambda _: ("save",)),
-    CommandRule("q", "quit", _nothing("quit")),
     CommandRule("quit", "quit", _nothing("quit")),
 )

@@ -13,7 +13,7 @@ import msgspec
 from kvd.filters import row_passes
 from kvd.text import clean
 from kvd.wire.events import Event
-from tui.draw.spans import Style
+from tui.draw.spans import Style, Styled, left
 from tui.model import event_words
 
 if TYPE_CHECKING:
@@ -25,17 +25,20 @@ if TYPE_CHECKING:
 
 
 MAX_ITEMS = 2000
+KIND_COLUMNS = 17
 
 
 class EventGap(msgspec.Struct, frozen=True):
     """Events that are not in the log: ``lost`` had left the daemon's ring, ``skipped`` did not fit.
 
-    ``before_seq`` is the event that comes after the gap; 0 where none has come yet.
+    ``before_seq`` is the event that comes after the gap; 0 where none has come yet. Where some were
+    lost, all since ``since_s`` were there: before it only what failed, or changed the node.
     """
 
     before_seq: int
     lost: int
     skipped: int
+    since_s: float = 0.0
 
 
 Item = Event | EventGap
@@ -97,6 +100,12 @@ class EventLine(msgspec.Struct, frozen=True):
     words: str
     style: Style
 
+    @property
+    def spans(self) -> tuple[Styled, Styled]:
+        """Its kind, as wide as that of any other, and what happened."""
+        head = Styled(f"{self.letter} {left(self.kind, KIND_COLUMNS)} ", self.style)
+        return head, Styled(self.words, self.style if self.style in {"warn", "bad"} else "plain")
+
 
 def line_of(entry: Entry) -> EventLine:
     """How an entry reads."""
@@ -122,7 +131,9 @@ def gap_words(gap: EventGap) -> str:
     """Why events are missing, and how many."""
     told = []
     if gap.lost:
-        told.append(f"{gap.lost} events had left the daemon's ring before they were asked for")
+        told.append(
+            f"older events are no longer kept, {gap.lost} of them: only failures and changes are"
+        )
     if gap.skipped:
         told.append(f"{gap.skipped} events were more than a frame takes")
     return "; ".join(told)
@@ -181,7 +192,8 @@ class LogEntries:
         at_s = next((event.at_s for event in told), now_s)
         for item in reversed(log.items[len(log.items) - fresh :]):
             if isinstance(item, EventGap):  # as late as what came after it
-                tail.append(Entry(at_s, f"gap:{item.before_seq}:{at_s}", item))
+                key = f"gap:{item.before_seq}:{at_s}"
+                tail.append(Entry(min(at_s, item.since_s or at_s), key, item))
                 continue
             at_s = item.at_s
             is_shown = self._passes(item, now_s)

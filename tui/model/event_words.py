@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Literal, get_args
 from kvd.filters import row_passes
 from kvd.text import clean, compact_bytes, duration
 from kvd.wire.console import Column, TableRow
-from kvd.wire.events import REFERENCES, Event, HandoffEnded, Moved, PagesCorrupt
+from kvd.wire.events import (
+    DELIVERED,
+    FAILED,
+    WORK,
+    Event,
+    HandoffEnded,
+    Moved,
+    PagesCorrupt,
+    refs_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -30,13 +39,7 @@ STYLES: Mapping[Level, Style] = {
     "fault": "bad",
 }
 
-ROUTINE = frozenset(
-    {
-        *("lease-opened", "lease-extended", "lease-written", "lease-committed"),
-        *("lease-released", "evicted", "engine-copied"),
-        *("waiting", "moved", "agent-changed", "demoted", "promoted"),
-    }
-)
+ROUTINE = frozenset(str(kind.__struct_config__.tag) for kind in WORK)
 """What every request does."""
 TROUBLE = frozenset(
     {
@@ -47,10 +50,11 @@ TROUBLE = frozenset(
     }
 )
 FAULTS = frozenset({"violation", "pages-corrupt"})
-DELIVERED = frozenset({"delivered", "committed"})
 
 KINDS: tuple[str, ...] = tuple(sorted(str(kind.__struct_config__.tag) for kind in get_args(Event)))
 """Every kind there is."""
+CHANGES: tuple[str, ...] = (*(kind for kind in KINDS if kind not in ROUTINE), FAILED)
+"""Kinds that are no work of requests, and what failed of that."""
 
 _WORDS: dict[str, str] = {
     "client-attached": "client {session} {name}, pid {pid}",
@@ -175,8 +179,6 @@ _PARTS = {
 }
 """By kind; every other part is one that was in brackets."""
 
-_RANKS = ("room", "lease", "node", "client", "peer")
-"""By what an event is about first: the narrowest."""
 SIDES = {"decode": "receive", "prefill": "send"}
 
 
@@ -226,19 +228,9 @@ def shown(name: str, value: object) -> str:
             return str(value)
 
 
-def refs_of(event: Event) -> tuple[str, ...]:
-    """What it names that the daemon can tell the events of: the narrowest first."""
-    found: dict[str, int] = {}
-    for name in event.__struct_fields__:
-        kind, value = REFERENCES.get(name), getattr(event, name)
-        if kind is not None and value:
-            found[f"{kind}:{value}"] = _RANKS.index(kind)
-    return tuple(sorted(found, key=found.__getitem__))
-
-
 def links_of(event: Event) -> tuple[str, ...]:
     """All that it names: those of ``refs_of``, its part of a handoff, its pages."""
-    found = refs_of(event)
+    found = tuple(dict.fromkeys(refs_of(event)))
     match event:
         case Moved(side=side, part=part) | HandoffEnded(side=side, part=part) if side in SIDES:
             return (f"{SIDES[side]}:{part}", *found)

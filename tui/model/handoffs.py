@@ -111,7 +111,7 @@ def progress(row: NamedRow, columns: int) -> tuple[str, Style]:
 
 def bar_columns(width: int) -> int:
     """How long a bar is in a table so wide."""
-    return max(6, min(32, (width - 60) // 6 + 5))
+    return max(6, min(17, (width - 60) // 6 + 5))
 
 
 def done(row: NamedRow) -> tuple[str, Style]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeVar, assert_never
 
 import msgspec
 
-from kvd.text import counted
 from kvd.wire.admin import Frame, Look
 from kvd.wire.console import MAX_QUERIES, EventQuery, MapQuery, PageMap, Query, Table, Vitals
 from tui.model import tables
@@ -85,7 +84,7 @@ class Subscription(msgspec.Struct, frozen=True):
 class Notice(msgspec.Struct, frozen=True):
     """A line for the operator about what is shown, not about the daemon's pages.
 
-    ``kind``: ``restart``, ``lost`` (events), ``skipped`` (events), ``misfit`` (an answer).
+    ``kind``: ``restart``, or ``misfit`` (an answer). Events that are missing are in their log.
     """
 
     heard_s: float
@@ -274,21 +273,18 @@ class Mirror:
         self.note(heard_s, "misfit", f"dropped, and asked for again: {why}")
 
     def _hear(self, asked: EventQuery, frame: Frame, heard_s: float) -> None:
-        """Put events into their log. What was before the first ask is no loss."""
+        """Put events into their log. What was before the first ask is no loss, but is told."""
         slot = log_slot(asked)
         log = self._logs.get(slot, Log())
         fresh: list[Event] = [event for event in frame.events if event.seq > log.last_seq]
         items: list[Item] = list(fresh)
-        if log.last_seq and (frame.lost or frame.skipped):
-            items.insert(0, EventGap(fresh[0].seq if fresh else 0, frame.lost, frame.skipped))
-            if frame.lost:
-                self.note(
-                    heard_s, "lost", f"{counted(frame.lost, 'event')} had left the daemon's ring"
-                )
-            if frame.skipped:
-                self.note(
-                    heard_s, "skipped", f"{counted(frame.skipped, 'event')} did not fit a frame"
-                )
+        if frame.lost or (log.last_seq and frame.skipped):
+            at = next((at for at, e in enumerate(fresh) if e.at_s >= frame.since_s), len(fresh))
+            before = fresh[at].seq if at < len(fresh) else 0
+            gap = EventGap(
+                before_seq=before, lost=frame.lost, skipped=frame.skipped, since_s=frame.since_s
+            )
+            items.insert(at, gap)
         last_seq = max(frame.upto, fresh[-1].seq if fresh else 0)
         _put(self._logs, slot, log.add(items, last_seq), MAX_LOGS)
 

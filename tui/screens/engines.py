@@ -36,6 +36,8 @@ MATTERS = (
     *("name", "state", "pids", "held", "leases", "oldest", "calls_s", "kind", "locked"),
     *("receives", "sends", "since", "calls"),
 )
+HOLDING = ("name", "state", "held", "leases", "oldest", "kind", "pids")
+"""Columns of who holds pages, on other pages."""
 STANDS_FOR = {"calls_s": "calls"}
 RATE_OVER_S = 2.0
 

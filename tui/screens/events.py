@@ -186,9 +186,6 @@ class EventsPage(Page):
 
 
 AGE_COLUMNS = 7
-KIND_COLUMNS = 17
-MAX_WORDS = 512
-"""Lines that are kept in words: more than any terminal shows."""
 
 
 class EventLogView(Cursored):
@@ -205,7 +202,6 @@ class EventLogView(Cursored):
         self._now_s = 0.0
         self._key = ""
         self._sought = ""
-        self._known: dict[str, tuple[Entry, event_log.EventLine]] = {}
 
     @property
     @override
@@ -271,26 +267,18 @@ class EventLogView(Cursored):
         return spans.ruled(at_left, tail, width, is_lit=self.has_keys)
 
     def _line(self, entry: Entry, width: int, *, is_chosen: bool) -> Line:
-        told = self._told(entry)
+        told = event_log.line_of(entry)
         when = spans.right(age(self._now_s - entry.at_s), AGE_COLUMNS)
         if width >= CLOCK_FROM_COLUMNS:
             when += f"  {console(self).time_of_day(entry.at_s, is_fine=True)}"
         made = (
             Styled("▸ ", "key") if is_chosen else Styled("  ", "dim"),
             Styled(when, "dim"),
-            Styled(f" {told.letter} {spans.left(told.kind, KIND_COLUMNS)} ", told.style),
-            Styled(told.words, told.style if told.style in {"warn", "bad"} else "plain"),
+            Styled(" "),
+            *told.spans,
         )
         line = spans.fit(made, width)
         return spans.pointed_at(line) if is_chosen else line
-
-    def _told(self, entry: Entry) -> event_log.EventLine:
-        known = self._known.get(entry.key)
-        if known is None or known[0] is not entry:
-            if len(self._known) >= MAX_WORDS:
-                self._known.clear()
-            known = self._known[entry.key] = (entry, event_log.line_of(entry))
-        return known[1]
 
     # ---- moving -----------------------------------------------------------------------------
 

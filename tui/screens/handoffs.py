@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.binding import Binding
 from typing_extensions import override
 
-from kvd.text import clean, compact_bytes, counted, lasting
+from kvd.text import bytes_per_second, clean, compact_bytes, counted, lasting
 from kvd.wire.admin import AskOtherEnd, Because, OtherEnds, Why
 from kvd.wire.console import Filter
 from tui.actions import answered
-from tui.draw import phases, spans
+from tui.draw import chart, phases, spans
+from tui.draw.chart import Series
 from tui.draw.spans import Line, Styled, cleaned
 from tui.model import handoffs
 from tui.model.columns import ComputedColumns
 from tui.model.handoffs import HandoffStory
 from tui.model.rates import RowRates
 from tui.screens.page import ABORT, FENCE, Page
-from tui.widgets.canvas import Canvas, console
+from tui.widgets.canvas import NOT_HERE_YET, Canvas, console, wrap_words
+from tui.widgets.card import CardContent, card_lines
 from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from tui.model.snapshots import DaemonSnapshot
 
 
+LEAST_CHART_LINES, MOST_CHART_LINES = 4, 8
 HERE_S = 0.5
 """How often our daemon is asked for the story of the one under the cursor."""
 THERE_S = 1.0
@@ -60,7 +63,7 @@ class HandoffsPage(Page):
 
     DEFAULT_CSS = """
     HandoffsPage > #table-rooms { height: 1fr; }
-    HandoffsPage > #life { height: 52%; min-height: 6; max-height: 24; }
+    HandoffsPage > #life { height: 52%; min-height: 6; }
     """
 
     def __init__(self) -> None:
@@ -113,18 +116,30 @@ class HandoffsPage(Page):
     @override
     def show(self, snapshot: DaemonSnapshot) -> None:
         super().show(snapshot)
-        row = self.rooms.named_row()
-        if row is None:
+        row, ref = self.rooms.named_row(), self.chosen()
+        if not ref:
             self._story = None
-        elif self._story is None or self._story.ref != row.row.key:
-            self._story = HandoffStory(row.row.key)
+        elif self._story is None or self._story.ref != ref:
+            self._story = HandoffStory(ref)
             self.ask_here()
             self.ask_there()
         node = snapshot.vitals.node if snapshot.vitals is not None else "here"
         width, height = self.panel.size
         if self.panel.display and width:  # what does not fit is the oldest of the story
             lines = story_lines(self._story, row, node, snapshot.now_s, width)
+            room = min(height - len(lines), MOST_CHART_LINES)
+            if row is not None and room >= LEAST_CHART_LINES:
+                moved = self._rates.per_second(row.row.key, 2 * width, end_s=row.at_s)
+                series = Series("bytes of it", moved, bytes_per_second)
+                lines += chart.chart(series, width, room)
             self.panel.paint(lines[:height])
+
+    @override
+    def chosen(self) -> str:
+        """One that was gone to, and is in no table any more, can still be asked about."""
+        rooms = self.rooms
+        is_gone = rooms.pinned and rooms.data is not None and not rooms.data.total
+        return rooms.pinned if is_gone else super().chosen()
 
     @override
     def seek(self, ref: str) -> bool:
@@ -192,8 +207,12 @@ def story_lines(
 ) -> list[Line]:
     """Its head, the chart, what is wrong, the figures, then its story; in the order of weight."""
     if row is None or story is None:
-        head = spans.headed((Styled("life of a handoff", "head"),), width)
-        return [head, spans.line("  no handoff is under way", "dim")]
+        ref, told = ("life of a handoff", None) if story is None else (story.ref, story.here)
+        words = ["no handoff is under way" if story is None else NOT_HERE_YET]
+        if told is not None and not isinstance(told.answer, tuple):
+            words = [spans.text_of(line) for line in card_lines(CardContent(ref, told.answer))]
+        head = spans.headed((cleaned(ref, "head"),), width)
+        return [head, *[spans.line(part) for line in words for part in wrap_words(line, width)]]
     ends = handoffs.ends(story, row, node, now_s)
     until_s = row.number("until")
     deadline_in_s = None if until_s is None else until_s - now_s

@@ -16,6 +16,7 @@ from tui.draw.spans import Line, Styled, cleaned
 from tui.model import cells
 from tui.model.columns import named_row_of
 from tui.model.rates import RowRates
+from tui.screens import engines
 from tui.screens.page import PROPOSE, Page
 from tui.widgets.canvas import Canvas, Ground, console, wrap_words
 from tui.widgets.pools import POOLS_QUERY, PoolTable
@@ -89,6 +90,13 @@ class OverviewPage(Page):
                 yield Canvas(id="sources")
             yield Canvas(id="charts")
         yield Canvas(id="ledger")
+        yield WindowedTable(
+            "clients",
+            title="who holds pages",
+            sort="-held",
+            painters={"state": engines.state, "kind": engines.kind},
+            rules=ColumnRules(engines.HOLDING, ("locked", "calls")),
+        )
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,9 +117,20 @@ class OverviewPage(Page):
         """The admission queue, in its order."""
         return self.query_one("#table-waiting", WindowedTable)
 
+    @property
+    def holders(self) -> WindowedTable:
+        """Engines by what they hold, where there is room."""
+        return self.query_one("#table-clients", WindowedTable)
+
+    @override
+    def seek(self, ref: str) -> bool:
+        """An engine has a page of its own."""
+        return not ref.startswith("client:") and super().seek(ref)
+
     @override
     def queries(self) -> tuple[Slot, ...]:
         asks = [self.problems.asks(), self.query_one(FailedHandoffs).asks(), self.waiting.asks()]
+        asks += [self.holders.asks()] if self.holders.display else []
         return (POOLS_QUERY, *asks, AUDIT, TIERS)
 
     # ---- showing ----------------------------------------------------------------------------
@@ -158,14 +177,18 @@ class OverviewPage(Page):
         charts.display = has_charts
         sources.display = left > pool_lines
         middle = max(left, 2 * CHART_LINES if has_charts and room >= 2 * CHART_LINES + 4 else left)
+        ledger, held = self._lines("ledger"), self.holders.data
+        ledger.paint(ledger_lines(snapshot, app, width))
+        wanted = HEAD_LINES + (held.total if held is not None else MOST_WAITING)
+        spare = room - middle - len(ledger.lines) - wanted
+        middle += max(0, min(spare, CHART_LINES)) if has_charts else 0
         self.set_height(sources, source_height)
         self.set_height(self.query_one("#left"), left)
         room -= self._give(self.query_one("#middle"), middle, room)
         if has_charts and charts.size.width:
             charts.paint(chart_lines(rates, end_s, app.chart_step_s, charts.size.width, middle))
-        ledger = self._lines("ledger")
-        ledger.paint(ledger_lines(snapshot, app, width))
-        self._give(ledger, len(ledger.lines), room)
+        room -= self._give(ledger, len(ledger.lines), room)
+        self._give(self.holders, min(wanted, room) if room > HEAD_LINES else 0, room)
 
     def _give(self, panel: Widget, lines: int, room: int) -> int:
         """So many lines, or none where there is no room for them."""
@@ -246,7 +269,7 @@ def figure_lines(
         values = rates.per_second(name, int(MINUTE_S), end_s=end_s)
         steps = chart.spark(values, SPARK_COLUMNS)
         now = per_s(name, over_s=1.0)
-        top = max([value for value in values if value is not None], default=0.0)
+        top = max([now, *(value for value in values if value is not None)])
         made.append(
             (
                 *_figure(title, bytes_per_second(now)),
@@ -280,6 +303,7 @@ def _figure(name: str, text: str, style: Style = "plain") -> Line:
 # ---- findings and books ----------------------------------------------------------------------
 
 
+INSET = Styled("  ")
 AUDIT = Query("audit", limit=1)
 TIERS = Query("tiers", limit=8)
 PARTS = ("free", "held", "cached", "quarantined")
@@ -375,14 +399,16 @@ def source_lines(
         because = [spans.line("computed because", "dim"), *bars.key(missed, width - 3)]
     tiers = snapshot.table(TIERS)
     found = [named_row_of(tiers, key) for key in tiers.order] if tiers is not None else ()
-    below = [_tier(row, read, width) for row in found if row is not None]
+    below = [line for row in found if row is not None for line in _tier(row, read, width)]
     if 1 + len(came) + len(because) + len(below) > room:
         because = []
+        if 1 + len(came) + len(below) > room:
+            below = [line for line in below if line[0] == INSET]
     told = [(Styled("  "), *line) for line in (*came, *because)]
     return [spans.headed(title, width - 1), *told, *below]
 
 
-def _tier(row: NamedRow, read: RowRates, width: int) -> Line:
+def _tier(row: NamedRow, read: RowRates, width: int) -> list[Line]:
     """What came from a tier below the pool into the cache, and who waits for it."""
 
     def figure(name: str) -> str:
@@ -390,7 +416,7 @@ def _tier(row: NamedRow, read: RowRates, width: int) -> Line:
 
     since_s, why = row.number("waiting_since"), row.text("why")
     state = cells.show(row.text("state"), "state", row.at_s, 12)
-    lately = compact(MINUTE_S * (read.rate(row.row.key) or 0))
+    lately = compact(round(MINUTE_S * (read.rate(row.row.key) or 0)))
     waits = "nobody waits"
     if since_s is not None:
         waits = f"{figure('waiting')} wait, for {age(row.at_s - since_s)}"
@@ -399,12 +425,10 @@ def _tier(row: NamedRow, read: RowRates, width: int) -> Line:
         f"{figure('hits')} of {figure('waits')} waits got pages",
         f"{figure('objects')} of {figure('capacity_objects')} pages there",
     )
-    return spans.fit(
-        (
-            *(Styled("  tier ", "dim"), cleaned(row.text("tier")), Styled(" ")),
-            *(Styled(*state), cleaned(f": {why}" if why else ""), Styled(", ")),
-            *(Styled(waits, "plain" if since_s is None else "warn"), Styled("  ")),
-            Styled("  ".join(words)),
-        ),
-        width,
+    head = (
+        *(Styled("tier ", "dim"), cleaned(row.text("tier")), Styled(" ")),
+        *(Styled(*state), cleaned(f": {why}" if why else ""), Styled(", ")),
+        Styled(waits, "plain" if since_s is None else "warn"),
     )
+    made = spans.wrapped((head, *map(spans.line, words)), width - 4)
+    return [(Styled("    ") if at else INSET, *line) for at, line in enumerate(made)]

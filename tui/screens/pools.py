@@ -35,8 +35,8 @@ class PoolsPage(Page):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("e", "app.go('engines')", "engines", tooltip="who they are, and what they hold"),
         Binding("l", "lens", "lens", tooltip="the next one of the page map"),
-        Binding("+,=", "zoom(2.0)", "zoom", tooltip="fewer pages a cell"),
-        Binding("-", "zoom(0.5)", "more pages a cell", show=False),
+        Binding("+,=", "zoom(2.0)", "zoom", tooltip="a page a cell, around the cursor"),
+        Binding("-", "zoom(0.5)", "all pages", show=False),
         Binding("o", "light", "light", tooltip="all pages of its holder, then of the next one"),
         Binding("n", "next_lit", "the next page that is lit up", show=False),
         Binding("m", "component", "the map of the next component", show=False),

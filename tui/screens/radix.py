@@ -59,6 +59,8 @@ class TreeTable(WindowedTable):
 
     def __init__(self) -> None:
         super().__init__(TREE, title=TITLES[TREE], rules=RULES[TREE])
+        self._greeted: set[int | None] = set()
+        """Roots that have been opened."""
 
     @property
     def is_tree(self) -> bool:
@@ -76,8 +78,16 @@ class TreeTable(WindowedTable):
     def show(self, snapshot: DaemonSnapshot) -> None:
         before = self.data
         super().show(snapshot)
-        if self.data is not None and self.data is not before and self.sort == HOTTEST:
+        if self.data is None or self.data is before or not self.is_tree:
+            return
+        roots = [row for row in self.data.listed() if self._of(row, "depth") == 0]
+        fresh = {_number(row.key) for row in roots if self.is_parent(row)} - self._greeted
+        if self.sort == HOTTEST:
             self._follow_first(self.data)
+        elif fresh:  # each once: one that the operator closes stays closed
+            self._greeted |= fresh
+            more = [number for number in fresh if number is not None and number not in self.opened]
+            self._set_opened((*self.opened, *more)[-MAX_OPENED:])
 
     @override
     def shift(self, columns: int) -> None:

@@ -1,4 +1,4 @@
-"""The first line of the screen, how the daemon is and how old that is; and the last, keys."""
+"""Around a page: how the daemon is and how old that is, what happened last, and the keys."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from textual.widgets._footer import FooterKey
 from typing_extensions import override
 
 from kvd.text import duration
+from kvd.wire.console import EventQuery
 from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
+from tui.model import event_words
+from tui.model.event_log import EventGap, LogEntries, line_of
 from tui.model.mirror import LinkConnecting, LinkDown, LinkLagging, LinkLive, LinkState
+from tui.widgets.canvas import Canvas, console
 
 if TYPE_CHECKING:
+    from textual import events
     from textual.app import ComposeResult
 
     from kvd.wire.console import Vitals
     from tui.draw.spans import Style
+    from tui.model.event_log import Entry
+    from tui.model.snapshots import DaemonSnapshot
 
 
 class HeadStatus(msgspec.Struct, frozen=True):
@@ -129,3 +136,39 @@ class Foot(Footer):
         await super().recompose()
         # Textual lets go of the keys of before only when what they watch is said to have changed.
         self.mutate_reactive(Footer.compact)
+
+
+# ---- what happened ------------------------------------------------------------------------------
+
+HAPPENED = EventQuery(0, limit=100, kinds=event_words.CHANGES)
+TALL_LINES = 44
+"""A terminal with fewer has no room for it beside what a page is for."""
+
+
+class Happened(Canvas):
+    """Failures and changes of the node, the newest on top; a click opens one."""
+
+    def __init__(self) -> None:
+        super().__init__(id="happened")
+        self._book = LogEntries()
+        self._shown: list[Entry] = []
+
+    def show(self, snapshot: DaemonSnapshot) -> None:
+        """Paint what there is."""
+        log, (width, height) = snapshot.log(HAPPENED), self.size
+        found = self._book.entries(log, snapshot.now_s)
+        found = [entry for entry in found if not isinstance(entry.item, EventGap)]
+        self._shown = found[: -max(height, 1) : -1]
+        title = (Styled("what happened", "head"), Styled(" failures and changes", "dim"))
+        lines = [self._line(entry, width) for entry in self._shown]
+        none = spans.line("  nothing yet", "dim")
+        self.paint([spans.headed(title, width), *(lines or [none])])
+
+    def _line(self, entry: Entry, width: int) -> Line:
+        when = Styled(f"  {console(self).time_of_day(entry.at_s)} ", "dim")
+        return spans.fit((when, *line_of(entry).spans), width)
+
+    async def on_click(self, event: events.Click) -> None:
+        """The event of this line."""
+        if 0 < event.y <= len(self._shown):
+            await console(self).open(self._shown[event.y - 1].ref)

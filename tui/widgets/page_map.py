@@ -15,7 +15,7 @@ from kvd.wire.console import MAX_CELLS, MapQuery
 from tui.draw import bars, spans
 from tui.draw import page_map as pages
 from tui.draw.page_map import Grid, MapWindow
-from tui.draw.spans import Line, Styled, TextBlock, cleaned
+from tui.draw.spans import Line, Styled, cleaned
 from tui.widgets.canvas import NOT_HERE_YET, Cursored
 
 if TYPE_CHECKING:
@@ -28,11 +28,8 @@ if TYPE_CHECKING:
 
 LENSES = ("owner", "state", "age", "hits", "locks", "tier")
 """In the order in which the key goes through them."""
-OWNER_LINES = 3
-"""Of the histogram, where there is little room."""
-BESIDE_COLUMNS = 120
-"""From this width on the histogram stands beside the legend."""
-BESIDE_LINES = 5
+LEAST_FOOT_LINES = 3
+"""Of what the pages are, by the lens, where there is little room."""
 SCREEN_ROWS = 8
 """Lines of cells that a page key moves over: a map has no other screens."""
 
@@ -52,10 +49,10 @@ class PageMapPanel(Cursored):
         self.window: MapWindow | None = None
         """What is shown of the component; None: all of it."""
         self._shown: PageMap | None = None
-        self._owners: PageMap | None = None
         self._totals: dict[str, int] = {}
         """By component, once any map of it has come."""
-        self._legend_lines: dict[tuple[str, int], int] = {}
+        self._levels: dict[str, int] = {}
+        """By lens, the most that it had: others would make the map jump."""
         self._drawn: list[Line] = []
         self._drawn_for: tuple[object, ...] = ()
         self._seeks_lit = False
@@ -89,40 +86,26 @@ class PageMapPanel(Cursored):
 
     @property
     def _foot_lines(self) -> int:
-        """Below the map and the line about the cursor: legend, figures, owners."""
-        legend = self._legend_lines.get((self.lens, self._legend_width), 1)
-        if self.size.width >= BESIDE_COLUMNS:
-            return max(legend + 1, BESIDE_LINES)
-        return legend + 1 + OWNER_LINES
-
-    @property
-    def _legend_width(self) -> int:
-        return self.size.width // 2 if self.size.width >= BESIDE_COLUMNS else self.size.width
+        """Below the map and the line about the cursor: figures, and a line for each level."""
+        most = max(LEAST_FOOT_LINES, self.size.height // 2)
+        return 1 + min(self._levels.get(self.lens, LEAST_FOOT_LINES), most)
 
     def asks(self) -> tuple[MapQuery, ...]:
-        """The map as it fits, and how many pages everybody has, where the lens does not say."""
-        total, grid, mark = self.total, self.grid, self.mark
-        if total:
-            first, each = self._window(total, grid)
-            count = min(grid.cells, -(-(total - first) // each))
-        else:
-            first, each, count = 0, 1, 0
-        asked = MapQuery(
-            component=self.component,
-            lens=self.lens,
-            first_page=first,
-            pages_each=each,
-            cells=count,
-            mark=mark,
+        """The map as it fits."""
+        total, grid = self.total, self.grid
+        window = self.window or pages.whole(total, grid.cells)
+        first, each = pages.placed(*window, total, grid.cells)
+        count = min(grid.cells, -(-(total - first) // each))
+        return (
+            MapQuery(
+                component=self.component,
+                lens=self.lens,
+                first_page=first,
+                pages_each=each,
+                cells=count,
+                mark=self.mark,
+            ),
         )
-        if self.lens == "owner":
-            return (asked,)
-        return asked, MapQuery(self.component, "owner", cells=0)
-
-    def _window(self, total: int, grid: Grid) -> MapWindow:
-        if self.window is None:
-            return pages.whole(total, grid.cells)
-        return pages.placed(*self.window, total, grid.cells)
 
     # ---- showing ----------------------------------------------------------------------------
 
@@ -140,12 +123,6 @@ class PageMapPanel(Cursored):
             if self._seeks_lit and exact.cells:
                 self._seeks_lit = False
                 self.page = pages.pages_of(exact, min(exact.lit, default=0)).start
-        owned = [
-            page_map
-            for page_map in self._of_component(snapshot)
-            if page_map.lens == "owner" and page_map.levels
-        ]
-        self._owners = owned[-1] if owned else None
         self.redraw()
 
     def _of_component(self, snapshot: DaemonSnapshot) -> list[PageMap]:
@@ -160,17 +137,18 @@ class PageMapPanel(Cursored):
         if shown is None or shown.trouble or shown.cells is None:
             why = clean(shown.trouble) if shown is not None else NOT_HERE_YET
             return [self._caption(shown, width), spans.line(f"  {why}", "dim")]
-        legend = pages.legend(shown, self._legend_width)
-        key = (self.lens, self._legend_width)
-        self._legend_lines[key] = max(len(legend), self._legend_lines.get(key, 1))
+        sized = sum([level.pages > 0 for level in shown.levels])
+        self._levels[shown.lens] = max(sized, self._levels.get(shown.lens, 1))
         cursor = pages.cell_of(shown, self.page)
         lines = [
             self._caption(shown, width),
             *self._map(shown, grid, cursor),
             spans.fit(self._cursor_words(shown, cursor), width),
         ]
-        lines += self._foot(shown, legend, width, height - len(lines))
-        return lines[:height]
+        median, largest = shown.runs
+        runs = f"free runs: median {thousands(median)}, largest {thousands(largest)}"
+        lines.append(spans.line(f"{runs} {'page' if largest == 1 else 'pages'}", "dim"))
+        return [*lines, *bars.histogram(bars.levels(shown), width, height - len(lines))][:height]
 
     def _map(self, shown: PageMap, grid: Grid, cursor: int | None) -> Sequence[Line]:
         """The cells; drawn once for what they are made of."""
@@ -208,22 +186,6 @@ class PageMapPanel(Cursored):
         if cursor is None:
             return [Styled(f"page {self.page} is not in this part of the map", "dim")]
         return list(pages.told(shown, cursor))
-
-    def _foot(self, shown: PageMap, legend: list[Line], width: int, height: int) -> list[Line]:
-        median, largest = shown.runs
-        runs = f"free runs: median {thousands(median)}, largest {thousands(largest)}"
-        figures = [*legend, spans.line(f"{runs} {'page' if largest == 1 else 'pages'}", "dim")]
-        if width < BESIDE_COLUMNS:
-            return [*figures, *self._owned(width, height - len(figures))]
-        left = self._legend_width
-        owned = self._owned(width - left - 2, height)
-        return spans.side_by_side([TextBlock(figures, left), TextBlock(owned, width - left - 2)], 2)
-
-    def _owned(self, width: int, height: int) -> list[Line]:
-        """Whose the pages are that are not free."""
-        if self._owners is None or height <= 0:
-            return []
-        return bars.histogram(bars.levels(self._owners)[1:], width, height)
 
     # ---- moving -----------------------------------------------------------------------------
 
@@ -278,24 +240,15 @@ class PageMapPanel(Cursored):
         self.page = max(0, min(self.page, total - 1))
         if window is None:
             return
-        first, each = window
-        if self.page < first:
-            behind = -(-(first - self.page) // (grid.width * each))
-            window = pages.placed(first - behind * grid.width * each, each, total, grid.cells)
-        elif self.page >= first + grid.cells * each:
-            ahead = (self.page - first) // each // grid.width - grid.height * grid.each + 1
-            window = pages.placed(first + ahead * grid.width * each, each, total, grid.cells)
-        self.window = window
+        if not window.first_page <= self.page < window.first_page + grid.cells:
+            self.zoom(2.0)
 
     def zoom(self, times: float) -> None:
-        """Closer, or farther where ``times`` is under 1, so that the cursor stays where it is."""
+        """A page a cell, around the cursor; all pages again where ``times`` is under 1."""
         total, grid = self.total, self.grid
-        if not total:
-            return
-        now = self._window(total, grid)
-        then = pages.zoomed(now, self.page, total, cells=grid.cells, times=times)
-        widest = pages.whole(total, grid.cells).pages_each
-        self.window = None if then.pages_each >= widest else then
+        first = (self.page // grid.width - grid.height * grid.each // 2) * grid.width
+        is_closer = times > 1 and total > grid.cells
+        self.window = pages.placed(first, 1, total, grid.cells) if is_closer else None
 
     def next_lit(self) -> bool:
         """The cursor to the next cell that is lit, from the last one to the first; if any is."""
@@ -317,7 +270,7 @@ class PageMapPanel(Cursored):
         """The map of another component, all of it."""
         if component != self.component:
             self.component, self.window, self.page = component, None, 0
-            self._shown = self._owners = None
+            self._shown = None
 
     def light(self, ref: str) -> None:
         """Light up the pages of this, and go to the first one; nothing: none is lit."""

@@ -33,8 +33,8 @@ GAP = 1
 LEAST_BAR_COLUMNS = 12
 MORE_BAR_COLUMNS = 28
 MOST_NAME_COLUMNS = 16
-PLENTY, SHORT = 0.2, 0.05
-"""Shares that a component can give now: above them all is well, and below requests wait soon."""
+PLENTY = 0.2
+"""Of its pages a component can give more now: all is well. The daemon says when it is short."""
 RATE_S = 10.0
 """Evictions come in bursts: over so long their rate is taken."""
 
@@ -241,7 +241,8 @@ class PoolTable(Canvas):
         cell = row.cell(figure.name)
         if figure.name == "headroom" and isinstance(cell, int):
             share = cell / max(1, sum(pages[:4]))
-            style: spans.Style = "ok" if share > PLENTY else "warn" if share > SHORT else "bad"
+            is_short = row.text("state") in {"short", "full"}
+            style: spans.Style = "bad" if is_short else "ok" if share > PLENTY else "warn"
             return cells.CellText(f"{compact(cell)} {100 * share:.0f}%", style)
         cell = SHORT_STATES.get(str(cell), cell)
         shown = cells.show(cell, kind, row.at_s, figure.width)

@@ -43,7 +43,10 @@ MOVING = frozenset({"since", "until", "holders"})
 """Kinds whose text changes as time goes by."""
 
 CAPS = {"text": 28, "state": 14, "ref": 20, "holders": 44}
-"""How wide a column is at most before all have what they need; others are as wide as they are."""
+"""How wide a column is at most before all have what they need; others are as wide as they are.
+
+Of 100 columns: in a wider table sentences have more, before columns that matter less are shown.
+"""
 
 TIGHT = 12
 """The same for all of these where as many columns as possible are wanted."""
@@ -108,7 +111,8 @@ def fit(
         usable,
         key=lambda at: rules.first.index(names[at]) if names[at] in rules.first else len(names),
     )
-    least = {at: _least(columns[at], wishes[at], rules) for at in usable}
+    most = {kind: cap * max(100, width) // 100 for kind, cap in CAPS.items()}
+    least = {at: _least(columns[at], wishes[at], rules, most) for at in usable}
     taken: list[int] = []
     room = width + GAP
     for at in ranked:
@@ -122,15 +126,15 @@ def fit(
             room = 0
     shown = tuple(sorted(taken))
     kinds = [column.kind for column in columns]
-    caps = [min(wish, CAPS.get(kind, wish)) for kind, wish in zip(kinds, wishes, strict=True)]
+    caps = [min(wish, most.get(kind, wish)) for kind, wish in zip(kinds, wishes, strict=True)]
     room = _widen(shown, least, caps, room)
     _widen(shown, least, wishes, room)
     return Fit(shown, tuple(least[at] for at in shown), len(usable) - len(taken))
 
 
-def _least(column: Column, wish: int, rules: ColumnRules) -> int:
+def _least(column: Column, wish: int, rules: ColumnRules, most: Mapping[str, int]) -> int:
     """What a column must have to be shown at all."""
-    cap = CAPS.get(column.kind, wish)
+    cap = most.get(column.kind, wish)
     is_tight = column.name in rules.narrow or (rules.is_tight and column.kind in CAPS)
     return max(1, min(wish, cap, TIGHT if is_tight else cap))
 

@@ -32,6 +32,7 @@ from kvd.core.inspect.words import (
     asked_word,
     asker_name,
     epochs_words,
+    is_short,
     layout_words,
     lease_waits_for,
     lease_word,
@@ -564,6 +565,8 @@ def _pool_word(node: NodeView, one: PoolRow) -> str:
         return "short"
     if not _headroom(node, one):
         return "full"
+    if is_short(node.leases.budgets, one.component.name):
+        return "short"
     return "quarantined" if one.quarantined_pages else "ok"
 
 

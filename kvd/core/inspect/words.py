@@ -26,10 +26,14 @@ if TYPE_CHECKING:
     from kvd.core.handoff.send import Prefiller
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.admission import Admission, Waiter
+    from kvd.core.leases.budgets import Budgets
     from kvd.core.leases.mark_waits import MarkWait
     from kvd.core.leases.session_table import Session
     from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
+
+SHORT = 0.05
+"""A component that can give no more of its pages than this is about to make requests wait."""
 
 _STANDING_WAITS = {
     LeaseStage.SAVING: "its pages to be copied to the saved area",
@@ -63,6 +67,12 @@ def node_word(node: NodeView) -> str:
     if drainer.drain is not None:
         return "drained" if drainer.is_drained else "draining"
     return "serving" if node.peers.generation else "transfer process restarting"
+
+
+def is_short(budgets: Budgets, component: str) -> bool:
+    """Whether it can give so little that it is among the findings, whoever waits."""
+    total = dict(zip(budgets.names, budgets.capacity(), strict=True))[component]
+    return budgets.headroom(component) <= SHORT * total
 
 
 def lease_word(lease: LeaseRecord) -> str:
