@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.core import effects
 from kvd.core.handoff.protocol import Prefill
 from kvd.errors import Code
+from kvd.types import count
 from kvd.wire import client
 from tests.core.engines import PROMPT, Sender, begun, cached, totals
 from tests.core.test_engine_copies import Engine
@@ -60,6 +62,22 @@ def test_the_last_copy_of_its_prompt_finishes_it():
     assert world.d.holds(got.pages, PROMPT)
     assert got.aux == b""
     assert world.p.node.prefiller.rooms.by_room == {}
+
+
+def test_what_the_last_copy_has_written_leaves_in_one_post():
+    """With the last page, which is not whole: behind two posts somebody waits for two turns."""
+    world = World()
+    engine, _ = opened(world)
+    receive(world)
+    saved(engine, 0, 3)
+    world.p.effects.clear()
+
+    saved(engine, 3, 7)
+
+    (post,) = [one for one in world.p.effects if isinstance(one, effects.Post)]
+    assert count(post.source) == 4
+    (got,) = received(world)
+    assert world.d.holds(got.pages, PROMPT)
 
 
 def test_it_is_kept_for_who_comes_when_it_is_written():

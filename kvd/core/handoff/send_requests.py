@@ -200,21 +200,27 @@ class SendRequests:
             part.after = after or part.after
             # Before the push: a trigger without a row must raise before a page has left.
             self._sends.move_part(part, T.ADVANCED, "")
+            if self._is_finished_by_itself(part):
+                # That pushes all that is left, a last page too that is not whole: in one post.
+                self._finish(part, None, b"", part.after)
+                return
             self._sends.posts.push_part(part)
             for taker in takers_of(part, self._sends.rooms):
                 if taker.state is P.STREAMING:
                     self._advance_part(taker, upto_tokens, after)
-            self._finish_if_written(part)
 
     def _finish_if_written(self, part: SendPart) -> None:
-        """It was opened to be finished once all of it is written, and is."""
-        if (
+        if self._is_finished_by_itself(part):
+            self._finish(part, None, b"", part.after)
+
+    def _is_finished_by_itself(self, part: SendPart) -> bool:
+        """Whether it was opened to be finished once all of it is written, and is."""
+        return (
             part.finishes
             and part.aux is None
             and part.cursor_tokens >= part.prompt_tokens
             and self._unfinishable(part, part.engine, 0, part.after) is None
-        ):
-            self._finish(part, None, b"", part.after)
+        )
 
     def lease_written(self, lease: LeaseRecord) -> None:
         """Its engine, or one of its ranks, has said how far it is: its sends go on by that."""
