@@ -38,6 +38,8 @@ class RoomWanted(msgspec.Struct, frozen=True, tag="wanted"):
     """The decode engine has pages for this prompt: open the room."""
 
     room: int
+    kvd_room: int
+    """Each rank has one of its own."""
     life: str
     host: str
     """Where answers go ..."""
