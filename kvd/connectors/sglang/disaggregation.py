@@ -200,16 +200,16 @@ class KvdTransfer(CommonKVManager):
             is_again: there was no answer. SGLang's sockets connect once: one that found nobody
                 finds nobody later, so it is made anew.
         """
-        address = NetworkAddress(host, port)
-        endpoint = address.to_tcp()
         with self._posting:
             try:
+                address = NetworkAddress(host, port)
+                endpoint = address.to_tcp()
                 if is_again:
                     self._disconnect(endpoint)
                 socket = self._connect(endpoint, is_ipv6=address.is_ipv6)
                 # Not SGLang's way, which waits 30 s for one that has gone: the loop is everybody's.
                 socket.send_multipart(frames_of(letter), zmq.NOBLOCK)
-            except zmq.ZMQError as error:
+            except (zmq.ZMQError, ValueError) as error:
                 logger.warning("kvd: nothing was told to %s:%d: %s", host, port, error)
 
     def _disconnect(self, endpoint: str) -> None:

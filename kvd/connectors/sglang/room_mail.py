@@ -96,7 +96,7 @@ def letter_of(frames: list[bytes]) -> Letter | None:
         return None
     try:
         letter: Letter = msgspec.msgpack.decode(frames[1], type=Letter)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return letter
 
