@@ -27,6 +27,7 @@ from array import array
 from types import SimpleNamespace
 from unittest import mock
 
+import msgspec
 import torch
 import torch.distributed as dist
 from sglang.srt import runtime_context
@@ -62,7 +63,7 @@ from sglang.srt.mem_cache.common import release_kv_cache  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 
-from kvd.connectors.sglang import room_handoff  # noqa: E402
+from kvd.connectors.sglang import disaggregation, room_handoff, room_mail  # noqa: E402
 from tests.connectors.sglang.device_pools import (  # noqa: E402
     PAGE,
     TOKENS,
@@ -506,6 +507,16 @@ class StopAt:
         self._go.set()
 
 
+def spoil(kind, changed):
+    """Letters of that kind have these fields instead of their own; none: they are as they are."""
+
+    def spoilt(letter):
+        is_one = type(letter).__name__ == kind
+        return room_mail.frames_of(msgspec.structs.replace(letter, **changed) if is_one else letter)
+
+    disaggregation.frames_of = spoilt
+
+
 FOR_ALL = {"add", "abort"}
 """Commands that all ranks of a group obey in one step."""
 
@@ -534,6 +545,7 @@ def commanded(engine, stop, heard):
         "release memory": engine.transfer.deregister_buffer_to_engine,
         "resume memory": engine.transfer.register_buffer_to_engine,
         "whole": engine.say_whole,
+        "spoil": spoil,
         "spoiled": lambda: say(spoiled=engine.are_free_pages_spoiled()),
     }[name](*args)
 

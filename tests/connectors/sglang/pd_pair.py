@@ -103,17 +103,31 @@ class PlayedRank:
 
     def hear(self, key, **values):
         """What it has told with that key, and with these values."""
+        told = self._heard(lambda told: key in told and values.items() <= told.items())
+        self._kept.remove(told)
+        return told
+
+    def comes_to_stop(self, rid) -> bool:
+        """Whether it stops where it was to, before that request is over."""
+        told = self._heard(lambda told: "at" in told or ("over" in told and told["rid"] == rid))
+        if "at" in told:
+            self._kept.remove(told)
+        else:
+            self.tell("stop at", "")
+        return "at" in told
+
+    def _heard(self, is_it):
+        """The first that is so; it is kept."""
         until_s = time.monotonic() + WITHIN_S
         while True:
             for told in self._kept:
-                if key in told and values.items() <= told.items():
-                    self._kept.remove(told)
+                if is_it(told):
                     return told
             try:
                 told = self._told.get(timeout=max(0.0, until_s - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"{key} {values} never came; {self._kept}") from None
-            assert "failed" not in told or key == "failed", told["failed"]
+                raise AssertionError(f"it never came; {self._kept}") from None
+            assert "failed" not in told, told["failed"]
             self._kept.append(told)
 
     def kill(self) -> None:
