@@ -97,8 +97,8 @@ SECOND: Final = "room {} is another request's: a router draws one for each"
 
 UNLIKE_RANKS: Final = (
     "kvd hands over between engines of equal ranks: attention TP, CP and PP are {} there and {} "
-    "here; give both servers the same --tp-size (with --enable-dp-attention: divided by the same "
-    "--dp-size)"
+    "here; give both servers the same --tp-size (with --enable-dp-attention: the same --tp-size "
+    "divided by --dp-size)"
 )
 
 QUEUES: Final = "sglang.srt.disaggregation"

@@ -135,10 +135,11 @@ def test_unlike_ranks_are_told_so_on_both_sides(sglang, nodes, n_prefill, n_deco
         pair.nothing_is_held()
 
 
-def test_ranks_with_attention_of_their_own(sglang, nodes):
+@pytest.mark.parametrize(("n_prefill", "n_decode"), [(2, 2), (2, 1), (1, 2)])
+def test_ranks_with_attention_of_their_own(sglang, nodes, n_prefill, n_decode):
     """``--enable-dp-attention``: a request is of one rank here and of any rank there."""
-    told = {"tp": 2, "dp": 2}
-    with pair_of(sglang, nodes, prefill=told, decode=told) as pair:
+    here, there = ({"tp": n_ranks, "dp": n_ranks} for n_ranks in (n_prefill, n_decode))
+    with pair_of(sglang, nodes, prefill=here, decode=there) as pair:
         for here, there in itertools.product(pair.prefill.ranks, pair.decode.ranks):
             room = next(pair._rooms)
             told = {"rid": f"r{room}", "tokens": fresh(), "room": room, "port": pair.port}
