@@ -97,7 +97,8 @@ SECOND: Final = "room {} is another request's: a router draws one for each"
 
 UNLIKE_RANKS: Final = (
     "kvd hands over between engines of equal ranks: attention TP, CP and PP are {} there and {} "
-    "here"
+    "here; give both servers the same --tp-size (with --enable-dp-attention: the same --tp-size "
+    "divided by --dp-size)"
 )
 
 QUEUES: Final = "sglang.srt.disaggregation"
@@ -199,16 +200,16 @@ class KvdTransfer(CommonKVManager):
             is_again: there was no answer. SGLang's sockets connect once: one that found nobody
                 finds nobody later, so it is made anew.
         """
-        address = NetworkAddress(host, port)
-        endpoint = address.to_tcp()
         with self._posting:
             try:
+                address = NetworkAddress(host, port)
+                endpoint = address.to_tcp()
                 if is_again:
                     self._disconnect(endpoint)
                 socket = self._connect(endpoint, is_ipv6=address.is_ipv6)
                 # Not SGLang's way, which waits 30 s for one that has gone: the loop is everybody's.
                 socket.send_multipart(frames_of(letter), zmq.NOBLOCK)
-            except zmq.ZMQError as error:
+            except (zmq.ZMQError, ValueError) as error:
                 logger.warning("kvd: nothing was told to %s:%d: %s", host, port, error)
 
     def _disconnect(self, endpoint: str) -> None:
@@ -358,19 +359,18 @@ class KvdReceiver(RoomSide[IncomingKV], CommonKVReceiver):
 
     @override
     def init(self, prefill_dp_rank: int) -> None:
-        """Look the prefill engine up."""
-        info = self.kv_mgr.prefill_info_table.get(self.bootstrap_addr)
-        if info is not None:
-            there = (info.attn_tp_size, info.attn_cp_size, info.pp_size)
-            here = (self.kv_mgr.attn_tp_size, self.kv_mgr.attn_cp_size, self.kv_mgr.pp_size)
-            if there != here:
-                _failed(self, UNLIKE_RANKS.format(there, here))
-                self.conclude_state = KVPoll.Failed
-                return
+        """Look the prefill engine up; one of unlike ranks is told so, and waits for nothing."""
         super().init(prefill_dp_rank)
-        if self._handoff is not None and self.conclude_state is None:
-            [found] = self.bootstrap_infos
-            self._handoff.meets(*_address_of(found), self._look_up)
+        if self._handoff is None or self.conclude_state is not None:
+            return
+        # Of unlike ranks there may be several. SGLang has what one of them says of a request said
+        # of all.
+        self._handoff.meets(*_address_of(self.bootstrap_infos[0]), self._look_up)
+        there, here = _ranks_of(self.prefill_info), _ranks_of(self.kv_mgr)
+        if there != here:
+            why = UNLIKE_RANKS.format(there, here)
+            self._handoff.give_up(why)
+            _failed(self, why)
 
     def _look_up(self) -> tuple[str, int] | None:
         """Where the prefill engine reads letters now; None: its server does not say."""
@@ -429,6 +429,10 @@ class KvdBootstrapServer(CommonKVBootstrapServer):
 def _address_of(found: Any) -> tuple[str, int]:
     """Of a rank, as SGLang's bootstrap server tells it."""
     return found["rank_ip"], int(found["rank_port"])
+
+
+def _ranks_of(engine: Any) -> tuple[int, int, int]:
+    return (engine.attn_tp_size, engine.attn_cp_size, engine.pp_size)
 
 
 def _take(side: Any, handoff: RoomHandoff) -> None:
@@ -491,16 +495,22 @@ def _why_not_served(args: Any, server_args: Any) -> str:
         "states beside KV (" + ", ".join(kind.value for kind in args.state_types) + ")": bool(
             args.state_types
         ),
-        "pools of a model that drafts": bool(args.num_draft_entries),
-        "ranks of a context or a pipeline": parallel.attn_cp_size * parallel.pp_size > 1,
-        "KV that is divided among ranks": (
-            parallel.attn_dcp_size > 1 or parallel.enable_kv_cache_sharding
+        "pools of a model that drafts (--speculative-algorithm)": bool(args.num_draft_entries),
+        "stages of a pipeline (--pp-size)": parallel.pp_size > 1,
+        "ranks of a context (--attn-cp-size)": parallel.attn_cp_size > 1,
+        "ranks of a decode context (--dcp-size)": parallel.attn_dcp_size > 1,
+        "KV that is divided among ranks (--enable-kv-cache-sharding)": (
+            parallel.enable_kv_cache_sharding
         ),
-        "adapters (SGLang draws a name for each in each server)": bool(
+        "adapters (--enable-lora; SGLang draws a name for each in each server)": bool(
             attribute(server_args, "enable_lora")
         ),
-        "sparse KV in host memory": bool(attribute(server_args, "enable_hisparse")),
-        "rows of metadata on a device": envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() is not None,
+        "sparse KV in host memory (--enable-hisparse)": bool(
+            attribute(server_args, "enable_hisparse")
+        ),
+        "rows of metadata on a device (SGLANG_MOONCAKE_CUSTOM_MEM_POOL)": (
+            envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() is not None
+        ),
     }
     return "; ".join(what for what, is_so in found.items() if is_so)
 

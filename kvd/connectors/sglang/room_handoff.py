@@ -303,13 +303,13 @@ class OutgoingKV(RoomHandoff):
 
     def _check(self, wanted: RoomWanted) -> None:
         terms = self.terms
-        mine = (terms.namespace, terms.n_tokens, terms.prompt.is_shared)
-        theirs = (wanted.namespace, wanted.n_tokens, wanted.is_shared)
+        mine = (terms.namespace, terms.n_tokens, terms.prompt.is_shared, terms.kvd_room)
+        theirs = (wanted.namespace, wanted.n_tokens, wanted.is_shared, wanted.kvd_room)
         if mine != theirs:
             why = (
-                f"the engines do not mean the same KV of room {terms.room}: namespace, tokens and "
-                f"whether tokens say all are {theirs} there and {mine} here; each engine's log "
-                "says what its namespace is of"
+                f"the engines do not mean the same KV of room {terms.room}: namespace, tokens, "
+                f"whether tokens say all, and the rank's room are {theirs} there and {mine} here; "
+                "each engine's log says what its namespace is of"
             )
             raise refused_here(Code.PROMPT_MISMATCH, why)
 
@@ -420,6 +420,7 @@ class IncomingKV(RoomHandoff):
         host, port = self._post.here
         wanted = RoomWanted(
             room=self.terms.room,
+            kvd_room=self.terms.kvd_room,
             life=self._life,
             host=host,
             port=port,

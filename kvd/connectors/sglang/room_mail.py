@@ -38,6 +38,8 @@ class RoomWanted(msgspec.Struct, frozen=True, tag="wanted"):
     """The decode engine has pages for this prompt: open the room."""
 
     room: int
+    kvd_room: int
+    """Each rank has one of its own."""
     life: str
     host: str
     """Where answers go ..."""
@@ -94,7 +96,7 @@ def letter_of(frames: list[bytes]) -> Letter | None:
         return None
     try:
         letter: Letter = msgspec.msgpack.decode(frames[1], type=Letter)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return letter
 

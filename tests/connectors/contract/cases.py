@@ -1,7 +1,7 @@
 """Each row of the contract's table: the state that it is of, and what is done to an engine there.
 
 ``docs/concepts/contract.md`` has the same rows with what they ask for and give;
-``test_page`` compares them.
+``test_page`` compares them. ``HANDOFFS`` are those of connectors between two nodes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,29 @@ class Step(enum.StrEnum):
     RELEASED = "released"
 
 
+class HandoffStep(enum.StrEnum):
+    """Where in a handoff something can happen."""
+
+    UNMET = "known to one engine"
+    OFFERED = "room offered"
+    WRITING = "pages being written"
+    LOADING = "pages being loaded"
+
+
 class Case(NamedTuple):
     """One row. ``deed``: a test of ``test_contract``; ``at``: where in a request it is done."""
 
     state: str
     deed: str
     at: tuple[Step, ...] = ()
+
+
+class HandoffCase(NamedTuple):
+    """One row of handoffs; ``deed`` is a test of ``test_handoffs``."""
+
+    state: str
+    deed: str
+    at: tuple[HandoffStep, ...] = ()
 
 
 EVERY = tuple(Step)
@@ -47,6 +64,20 @@ CASES = (
     Case("pool of another kind", "unlike"),
     Case("another model or weights", "other_model"),
     Case("version outside the range", "other_version"),
+)
+
+
+ALL_THE_WAY = tuple(HandoffStep)
+
+HANDOFFS = (
+    *(HandoffCase(step.value, "crowded", (step,)) for step in HandoffStep),
+    HandoffCase("handoff aborted, on either side", "aborted", ALL_THE_WAY),
+    HandoffCase("daemon of either side killed", "daemon_killed", ALL_THE_WAY),
+    HandoffCase("daemon of either side restarted", "daemon_restarted", ALL_THE_WAY),
+    HandoffCase("daemon of either side hung", "daemon_hung", ALL_THE_WAY),
+    HandoffCase("engine of either side killed", "engine_killed", ALL_THE_WAY),
+    HandoffCase("engines with unlike pools", "unlike"),
+    HandoffCase("engines of unlike models or weights", "other_model"),
 )
 
 

@@ -59,13 +59,15 @@ class VllmEngine(PlayedEngine):
         "kvd.connectors.vllm.sessions.UNFIT_RETRY_S": 0.05,
     }
 
-    def __init__(self, endpoint, *, model=""):
+    def __init__(self, endpoint, *, model="", **options):
         self._endpoint, self._model = endpoint, model
         self._numbers = itertools.count(1)
         self.rows, self._away = {}, set()
         self.counted = CountedBlocks(self.rows)
         self.layers = {f"layer {n}": self._layer() for n in range(LAYERS)}
-        told = VllmOptions(endpoint=endpoint, reserve_tokens=GENERATED, computes_per_s=1.0)
+        told = VllmOptions(
+            endpoint=endpoint, reserve_tokens=GENERATED, computes_per_s=1.0, **options
+        )
         self.half = SchedulerHalf(
             told,
             base_namespace=self.namespace,

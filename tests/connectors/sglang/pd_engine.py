@@ -6,11 +6,14 @@ tree, allocator and device pools in host memory, its plugins' hooks, and its fau
 are the model, which writes into pages what their tokens say, and the loop of the scheduler.
 
 The first line says what it is; each further line is a command, and whatever happens to a request
-is told in a line. A request may stop at a step (``at``) until it is told to go on.
+is told in a line. A request may stop at a step (``at``) until it is told to go on. An engine of
+several ranks is as many processes: what the first one hears of requests, all do in the same step,
+as SGLang's do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -24,6 +27,7 @@ from array import array
 from types import SimpleNamespace
 from unittest import mock
 
+import msgspec
 import torch
 import torch.distributed as dist
 from sglang.srt import runtime_context
@@ -59,7 +63,7 @@ from sglang.srt.mem_cache.common import release_kv_cache  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 
-from kvd.connectors.sglang import room_handoff  # noqa: E402
+from kvd.connectors.sglang import disaggregation, room_handoff, room_mail  # noqa: E402
 from tests.connectors.sglang.device_pools import (  # noqa: E402
     PAGE,
     TOKENS,
@@ -106,18 +110,15 @@ class PlayedStep:
 
     def __init__(self, role, port, told) -> None:
         self.role = role
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        group = SimpleNamespace(cpu_group=dist.group.WORLD, world_size=1, rank_in_group=0)
-        ranks = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "dp_size": 1}
-        ranks |= {"attn_tp_rank": 0, "attn_tp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
-        ranks |= {"attn_dcp_size": 1, "attn_dcp_rank": 0, "attn_dp_size": 1, "attn_dp_rank": 0}
-        ranks |= {"dp_rank": 0, "num_dp_ranks": 1, "dist_init_addr": None, "node_rank": 0}
-        ranks |= {"enable_kv_cache_sharding": False, "enable_cp_tp_group_sharing": False}
-        ranks |= {"enable_dsa_cache_layer_split": False, "world_group": group, "nnodes": 1}
-        ranks |= {"load_balance_method": "round_robin", "attn_tp_group": group, "pp_group": group}
-        get_parallel().override_permanently(**ranks)
+        self.rank = told.get("rank", 0)
+        with mock.patch.object(runtime_context, "_validate_parallel"):  # ``more`` is alone there
+            get_parallel().override_permanently(**self._ranks(told))
         runtime_context._CONTEXT._config_bags = server_arguments(role, port, told)
-        self.attn_tp_cpu_group = self.attn_cp_cpu_group = dist.group.WORLD
+        attn = get_parallel()
+        self.part = f"{attn.attn_tp_rank} of {attn.attn_tp_size}"
+        """Of the heads this rank has its own."""
+        if told.get("kv") == "mla":
+            self.part = "all"
         self.device = {"mha": mha_device, "mla": mla_device}[told.get("kv", "mha")]()
         self.token_to_kv_pool_allocator = PagedTokenToKVPoolAllocator(
             TOKENS, PAGE, torch.bfloat16, "cpu", self.device, need_sort=False
@@ -166,6 +167,37 @@ class PlayedStep:
         self.output_streamer = SimpleNamespace(stream_output=self._streamed)
         self.backend = utils.TransferBackend("kvd")
 
+    def _ranks(self, told):
+        """As SGLang's context has them. ``tp``, ``dp``: of them ``dp`` groups have attention each;
+        ``store``: where ranks meet; ``more``: what an engine that is not served has."""
+        tp, dp, store = told.get("tp", 1), told.get("dp", 1), told.get("store")
+        found = dist.FileStore(store, tp) if store else dist.HashStore()
+        dist.init_process_group("gloo", store=found, rank=self.rank, world_size=tp)
+        attn_tp = tp // dp
+        groups = [
+            dist.new_group([*range(start, start + attn_tp)]) for start in range(0, tp, attn_tp)
+        ]
+        alone = [dist.new_group([rank]) for rank in range(tp)][self.rank]
+        dp_rank, attn_rank = divmod(self.rank, attn_tp)
+        self.attn_tp_cpu_group, self.attn_cp_cpu_group = groups[dp_rank], alone
+        world, attn, stage = (
+            SimpleNamespace(cpu_group=group, world_size=size, rank_in_group=rank)
+            for group, size, rank in (
+                (dist.group.WORLD, tp, self.rank),
+                (groups[dp_rank], attn_tp, attn_rank),
+                (alone, 1, 0),
+            )
+        )
+        ranks = {"tp_rank": self.rank, "tp_size": tp, "pp_rank": 0, "pp_size": 1, "dp_size": dp}
+        ranks |= {"attn_tp_rank": attn_rank, "attn_tp_size": attn_tp}
+        ranks |= {"attn_cp_rank": 0, "attn_cp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0}
+        ranks |= {"attn_dp_size": dp, "attn_dp_rank": dp_rank, "dp_rank": dp_rank}
+        ranks |= {"num_dp_ranks": dp, "dist_init_addr": None, "node_rank": 0, "nnodes": 1}
+        ranks |= {"enable_kv_cache_sharding": False, "enable_cp_tp_group_sharing": False}
+        ranks |= {"enable_dsa_cache_layer_split": False, "world_group": world}
+        ranks |= {"load_balance_method": "round_robin", "attn_tp_group": attn, "pp_group": stage}
+        return ranks | told.get("more", {})
+
     def request(self, told):
         prefill = self.role == "prefill"
         found = Req(
@@ -198,7 +230,8 @@ class PlayedStep:
         slots = self.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
         for at in range(start // PAGE * PAGE, end, PAGE):
             last = min(at + PAGE, len(tokens))
-            seed = hashlib.sha256(tokens[:last].tobytes()).hexdigest()[:12]
+            said = tokens[:last].tobytes() + self.part.encode()
+            seed = hashlib.sha256(said).hexdigest()[:12]
             drawn = torch.Generator().manual_seed(int(seed, 16))
             for buffer in self._buffers():
                 where = slots[at:last].long()
@@ -252,8 +285,9 @@ class PlayedPrefill(PlayedStep, SchedulerDisaggregationPrefillMixin):
 
     def __init__(self, port, told) -> None:
         super().__init__("prefill", port, told)
-        server = utils.get_kv_class(self.backend, utils.KVClassType.BOOTSTRAP_SERVER)
-        self.server = server("127.0.0.1", port)
+        if self.rank == 0:
+            server = utils.get_kv_class(self.backend, utils.KVClassType.BOOTSTRAP_SERVER)
+            self.server = server("127.0.0.1", port)
         wait_listening(port)
         self.disagg_prefill_inflight_queue = []
         self.disagg_prefill_pending_chunk_rids = set()
@@ -430,6 +464,14 @@ class StopAt:
     def __init__(self) -> None:
         self.step = ""
         self._go = threading.Event()
+        opened = room_handoff.OutgoingKV._tell_open
+
+        @functools.wraps(opened)
+        def tell_open(handoff):
+            opened(handoff)
+            self("offered")
+
+        mock.patch.object(room_handoff.OutgoingKV, "_tell_open", tell_open).start()
         plain = room_handoff.RoomHandoff._copy
 
         @functools.wraps(plain)
@@ -465,6 +507,33 @@ class StopAt:
         self._go.set()
 
 
+def spoil(kind, changed):
+    """Letters of that kind have these fields instead of their own; none: they are as they are."""
+
+    def spoilt(letter):
+        is_one = type(letter).__name__ == kind
+        return room_mail.frames_of(msgspec.structs.replace(letter, **changed) if is_one else letter)
+
+    disaggregation.frames_of = spoilt
+
+
+FOR_ALL = {"add", "abort"}
+"""Commands that all ranks of a group obey in one step."""
+
+
+def commands_of(engine, heard):
+    """What is to be done before the next step, by all of its ranks alike."""
+    found = []
+    with contextlib.suppress(queue.Empty):
+        found.append(heard.get(timeout=0.002))
+    mine = [command for command in found if command[0] not in FOR_ALL]
+    told = [[command for command in found if command[0] in FOR_ALL]]
+    group = engine.attn_tp_cpu_group
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(told, src=dist.get_process_group_ranks(group)[0], group=group)
+    return [*mine, *told[0]]
+
+
 def commanded(engine, stop, heard):
     """One command, by its name."""
     name, *args = heard
@@ -472,11 +541,11 @@ def commanded(engine, stop, heard):
         "add": engine.add,
         "abort": engine.abort,
         "stop at": lambda step: setattr(stop, "step", step),
-        "go": stop.go,
         "fail": envs.SGLANG_TEST_DISAGG_FAILURE_PROB.set,
         "release memory": engine.transfer.deregister_buffer_to_engine,
         "resume memory": engine.transfer.register_buffer_to_engine,
         "whole": engine.say_whole,
+        "spoil": spoil,
         "spoiled": lambda: say(spoiled=engine.are_free_pages_spoiled()),
     }[name](*args)
 
@@ -491,21 +560,25 @@ def serve(connection):
     try:
         assert "kvd" in DISAGG_TRANSFER_BACKEND_CHOICES
         engine = (PlayedPrefill if role == "prefill" else PlayedDecode)(port, told)
-        heard = queue.Queue()
-        threading.Thread(target=_read, args=(connection.makefile("r"), heard), daemon=True).start()
-        stop = StopAt()
+        heard, stop = queue.Queue(), StopAt()
+        threading.Thread(
+            target=_read, args=(connection.makefile("r"), heard, stop), daemon=True
+        ).start()
         engine.spoil_free_pages()
         say(ready=engine.transfer.namespace)
         while True:
-            try:
-                commanded(engine, stop, heard.get(timeout=0.002))
-            except queue.Empty:
-                engine.step()
+            for command in commands_of(engine, heard):
+                commanded(engine, stop, command)
+            engine.step()
     except BaseException:  # noqa: BLE001 - whoever runs this has to hear of it
         say(failed=traceback.format_exc())
 
 
-def _read(lines, heard):
+def _read(lines, heard, stop):
     for line in lines:
-        heard.put(json.loads(line))
+        command = json.loads(line)
+        if command == ["go"]:  # also where the scheduler waits for what has stopped
+            stop.go()
+        else:
+            heard.put(command)
     os._exit(0)

@@ -36,6 +36,8 @@ MHA_BYTES = 3 * 2 * 2 * 32 * 2 * 16
 class SGLang:
     """The process that has SGLang imported, and forks engines."""
 
+    _stores = itertools.count()
+
     def __init__(self, directory: str) -> None:
         self._path = f"{directory}/engines"
         self._process = subprocess.Popen(
@@ -51,13 +53,23 @@ class SGLang:
                 return
         raise AssertionError("SGLang's process has ended")
 
-    def engine(self, role, port, told, **settings) -> PlayedRank:
+    def engine(self, role, port, told, **settings) -> PlayedEngine:
         """A new engine; ``settings`` are those of ``KVD_SGLANG``."""
+        told_by = {"KVD_SGLANG": json.dumps({"kvd.weights": "played", **settings})}
+        told_by |= told.get("env", {})
+        if told.get("tp", 1) > 1:
+            told = told | {"store": f"{self._path}-{role}-{next(self._stores)}"}
+        return PlayedEngine(
+            [
+                self._rank([role, port, told | {"rank": rank}, told_by])
+                for rank in range(told.get("tp", 1))
+            ]
+        )
+
+    def _rank(self, first) -> PlayedRank:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._path)
-        told_by = {"KVD_SGLANG": json.dumps({"kvd.weights": "played", **settings})}
-        told_by |= told.pop("env", {})
-        return PlayedRank(connection, [role, port, told, told_by], port)
+        return PlayedRank(connection, first)
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -66,10 +78,10 @@ class SGLang:
 
 
 class PlayedRank:
-    """One engine, at the other end of a connection."""
+    """One rank of an engine, at the other end of a connection."""
 
-    def __init__(self, connection, first, port) -> None:
-        self._connection, self.port = connection, port
+    def __init__(self, connection, first) -> None:
+        self._connection = connection
         self._lines = connection.makefile("rw")
         self._told = queue.Queue()
         self._kept = []
@@ -91,17 +103,31 @@ class PlayedRank:
 
     def hear(self, key, **values):
         """What it has told with that key, and with these values."""
+        told = self._heard(lambda told: key in told and values.items() <= told.items())
+        self._kept.remove(told)
+        return told
+
+    def comes_to_stop(self, rid) -> bool:
+        """Whether it stops where it was to, before that request is over."""
+        told = self._heard(lambda told: "at" in told or ("over" in told and told["rid"] == rid))
+        if "at" in told:
+            self._kept.remove(told)
+        else:
+            self.tell("stop at", "")
+        return "at" in told
+
+    def _heard(self, is_it):
+        """The first that is so; it is kept."""
         until_s = time.monotonic() + WITHIN_S
         while True:
             for told in self._kept:
-                if key in told and values.items() <= told.items():
-                    self._kept.remove(told)
+                if is_it(told):
                     return told
             try:
                 told = self._told.get(timeout=max(0.0, until_s - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"{key} {values} never came; {self._kept}") from None
-            assert "failed" not in told or key == "failed", told["failed"]
+                raise AssertionError(f"it never came; {self._kept}") from None
+            assert "failed" not in told, told["failed"]
             self._kept.append(told)
 
     def kill(self) -> None:
@@ -111,6 +137,29 @@ class PlayedRank:
         with contextlib.suppress(OSError):
             self._lines.close()
         self._connection.close()
+
+
+class PlayedEngine:
+    """All ranks of an engine: what is told to it they hear, and what they tell has to be one."""
+
+    def __init__(self, ranks) -> None:
+        self.ranks = ranks
+
+    def tell(self, *command) -> None:
+        # What is of requests goes on from the first to the others.
+        for rank in self.ranks[:1] if command[0] in {"add", "abort"} else self.ranks:
+            rank.tell(*command)
+
+    def hear(self, key, **values):
+        """What each has told with that key."""
+        first, *others = [rank.hear(key, **values) for rank in self.ranks]
+        for told in others:
+            assert key == "ready" or told[key] == first[key], (first, told)
+        return first
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
 
 
 class PlayedPair:
@@ -128,10 +177,12 @@ class PlayedPair:
     def wait_ready(self) -> None:
         self.namespaces = [rank.hear("ready")["ready"] for rank in (self.prefill, self.decode)]
 
-    def engine(self, role, told) -> PlayedRank:
-        daemon = self.daemons.prefill if role == "prefill" else self.daemons.decode
-        settings = {"kvd.endpoint": daemon.client, **told.pop("settings", {})}
+    def engine(self, role, told) -> PlayedEngine:
+        settings = {"kvd.endpoint": self.daemon(role).client, **told.get("settings", {})}
         return self.sglang.engine(role, self.port, told, **settings)
+
+    def daemon(self, role):
+        return getattr(self.daemons, role)
 
     def add(self, tokens, *, to=("decode", "prefill"), room=None, **more) -> str:
         """A request of the router's; its name."""
@@ -151,10 +202,10 @@ class PlayedPair:
         return told
 
     def why(self, role, rid) -> str:
-        """Why a request has failed in this engine."""
-        told = getattr(self, role).hear("over", rid=rid)
-        assert told["over"] == "aborted", told
-        return told["why"]
+        """Why a request has failed in this engine: one of its ranks says it."""
+        told = [rank.hear("over", rid=rid) for rank in getattr(self, role).ranks]
+        assert all(each["over"] == "aborted" for each in told), told
+        return "; ".join(each["why"] for each in told)
 
     def works_again(self) -> None:
         """Handoffs go well, in the end."""

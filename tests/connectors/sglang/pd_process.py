@@ -23,6 +23,7 @@ def main():
         "mem_cache.unified_radix_cache",
     ):
         importlib.import_module(f"sglang.srt.{name}")
+    engine = importlib.import_module("tests.connectors.sglang.pd_engine")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(sys.argv[1])
@@ -36,7 +37,7 @@ def main():
             connection, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()
-                importlib.import_module("tests.connectors.sglang.pd_engine").serve(connection)
+                engine.serve(connection)
                 os._exit(0)
             connection.close()
 

@@ -3,14 +3,14 @@
 Each engine is a process of SGLang's (``pd_engine``), run by the Python that ``KVD_SGLANG_PYTHON``
 names; without it everything here is skipped. Whatever happens, what came is the prompt's KV, what
 did not come has failed with a reason, nothing is held, and nobody wrote into a page that was free.
+Aborts, and daemons and engines that go, at each step, are in ``tests/connectors/contract``
+(``test_handoffs``), for other connectors too.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import signal
 import tempfile
 
 import pytest
@@ -128,30 +128,6 @@ def test_tokens_that_do_not_say_all_are_shared_by_nobody(pair):
 # ---- one of them is given up ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", ["alone", "save", "load"])
-@pytest.mark.parametrize("role", ["decode", "prefill"])
-def test_an_abort(pair, role, step):
-    """Of a request that nobody else knows yet, that is copied, and that has come."""
-    if step == "alone":
-        rid = pair.add(fresh(), to=(role,))
-        getattr(pair, role).tell("abort", rid)
-        assert "Abort" in pair.why(role, rid) or "abort" in pair.why(role, rid)
-        pair.works_again()
-        return
-    at = pair.prefill if step == "save" else pair.decode
-    at.tell("stop at", step)
-    rid = pair.add(fresh())
-    at.hear("at")
-    getattr(pair, role).tell("abort", rid)
-    if (role, step) != ("prefill", "load"):
-        pair.why(role, rid)
-    at.tell("go")
-    for rank in (pair.prefill, pair.decode):
-        if rank is not getattr(pair, role) or (role, step) == ("prefill", "load"):
-            rank.hear("over", rid=rid)
-    pair.works_again()
-
-
 def test_an_abort_is_told_to_who_comes_later(pair):
     """The prefill engine had given it up before the decode engine asked for it."""
     rid = pair.add(fresh(), to=("prefill",))
@@ -190,15 +166,6 @@ def test_memory_that_is_released(pair):
 # ---- one field is wrong --------------------------------------------------------------------------
 
 
-def test_other_weights(sglang, nodes):
-    with pair_of(sglang, nodes, decode={"settings": {"kvd.weights": "other"}}) as pair:
-        assert pair.namespaces[0] != pair.namespaces[1]
-        rid = pair.add(fresh())
-        for role in ("prefill", "decode"):
-            assert "do not mean the same KV" in pair.why(role, rid)
-        pair.nothing_is_held()
-
-
 @pytest.mark.parametrize("what", ["tokens", "their number", "salt", "shared"])
 def test_other_prompts(pair, what):
     """Each is refused in both engines, and nothing of the one comes for the other."""
@@ -226,6 +193,43 @@ def test_a_room_that_another_request_has(pair):
     pair.works_again()
 
 
+WRONG = {
+    "RoomWanted": [
+        ("room", 1),
+        ("kvd_room", 1),
+        ("life", "x"),
+        *(("host", host) for host in ("127.0.0.2", "", "[::", "a b")),
+        *(("port", port) for port in (9, 0, -1, 70_000)),
+        ("node", "nobody"),
+        ("namespace", "other"),
+        ("n_tokens", 1),
+        ("is_shared", False),
+    ],
+    "RoomOpen": [("room", 1), ("life", "x"), ("node", "nobody")],
+    "RoomHeard": [("room", 1), ("life", "x"), ("is_over", True), ("engine", "other")],
+}
+"""Letters, and values that a field of theirs has in place of its own."""
+
+
+@pytest.mark.timeout(600)
+def test_letters_with_one_wrong_field(sglang, nodes):
+    """What came is its own, what did not has failed on both sides; and behind it all is well."""
+    told = {"env": IMPATIENT}
+    with pair_of(sglang, nodes, prefill=told, decode=told) as pair:
+        for kind, fields in WRONG.items():
+            writer = pair.decode if kind == "RoomWanted" else pair.prefill
+            for field, value in fields:
+                writer.tell("spoil", kind, {field: value})
+                rid = pair.add(fresh())
+                ends = [rank.hear("over", rid=rid) for rank in (pair.prefill, pair.decode)]
+                writer.tell("spoil", "", {})
+                is_well = [told["over"] for told in ends] == ["sent", "came"]
+                is_refused = all(told["over"] == "aborted" and told["why"] for told in ends)
+                assert is_well or is_refused, (kind, field, ends)
+        pair.works_again()
+        pair.nothing_is_held()
+
+
 @pytest.mark.parametrize(
     ("told", "why"), [({"settings": {"kvd.nothing": 1}}, "kvd.nothing"), ({"lora": 1}, "adapters")]
 )
@@ -244,78 +248,7 @@ def test_a_pool_that_does_not_fit(sglang):
         pass
 
 
-# ---- daemons and engines that go -----------------------------------------------------------------
-
-
-FAULTS = [
-    (kind, side, step)
-    for kind in ("killed", "restarted", "stopped")
-    for side in ("prefill", "decode")
-    for step in ("before", "save", "ordered", "load")
-]
-
-
-@pytest.mark.parametrize(("kind", "side", "step"), FAULTS)
-def test_a_fault_of_a_daemon(sglang, nodes, kind, side, step):
-    """Requests fail with a reason, or come; then the daemon is used again."""
-    environment = IMPATIENT if kind == "stopped" else {}
-    told = {"prefill": {"env": environment}, "decode": {"env": environment}}
-    with pair_of(sglang, nodes, **told) as pair:
-        pair.came(prompt(4, 9))
-        daemon = getattr(pair.daemons, side)
-        at = pair.decode if step == "load" else pair.prefill
-        if step == "before":
-            _fault(daemon, kind)
-        else:
-            at.tell("stop at", step)
-        rid = pair.add(fresh())
-        if step != "before":
-            at.hear("at")
-            _fault(daemon, kind)
-            at.tell("go")
-        ends = [rank.hear("over", rid=rid) for rank in (pair.prefill, pair.decode)]
-        assert all(told["over"] in {"sent", "came"} or told["why"] for told in ends)
-        if kind == "killed":
-            daemon.start()
-            daemon.wait_ready()
-        if kind == "stopped":
-            os.kill(daemon.pid, signal.SIGCONT)
-        pair.works_again()
-        pair.nothing_is_held()
-
-
-def _fault(daemon, kind):
-    if kind == "stopped":
-        os.kill(daemon.pid, signal.SIGSTOP)
-        return
-    daemon.kill()
-    if kind == "restarted":
-        daemon.start()
-        daemon.wait_ready()
-
-
-@pytest.mark.parametrize(
-    ("role", "step"),
-    [("decode", "save"), ("decode", "load"), ("prefill", "save"), ("prefill", "load")],
-)
-def test_an_engine_that_is_killed(sglang, nodes, role, step):
-    """The other one's request fails, or has come; a new engine in its place works."""
-    with pair_of(sglang, nodes) as pair:
-        pair.came(prompt(4, 9))
-        at = pair.prefill if step == "save" else pair.decode
-        at.tell("stop at", step)
-        rid = pair.add(fresh())
-        at.hear("at")
-        getattr(pair, role).kill()
-        other = pair.decode if role == "prefill" else pair.prefill
-        if at is other:
-            at.tell("go")
-        told = other.hear("over", rid=rid)
-        assert told["over"] in {"sent", "came"} or told["why"]
-        setattr(pair, role, pair.engine(role, {}))
-        getattr(pair, role).hear("ready")
-        pair.works_again()
-        pair.nothing_is_held()
+# ---- engines that go -----------------------------------------------------------------------------
 
 
 def test_a_prefill_engine_that_is_started_anew(sglang, nodes):

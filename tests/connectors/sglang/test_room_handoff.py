@@ -21,7 +21,7 @@ from kvd.connectors.sglang.room_mail import RoomHeard, RoomOpen, RoomOver, RoomW
 from kvd.errors import Code, Refusal
 
 TERMS = HandoffTerms(7, 7, PromptKeys((), True), 0, "ns", 60.0)
-WANTED = RoomWanted(7, "ab", "d", 2, "decode", "ns", 0, True)
+WANTED = RoomWanted(7, 7, "ab", "d", 2, "decode", "ns", 0, True)
 OVER = RoomOver(7, "ab", "d", 2, "given up")
 
 
