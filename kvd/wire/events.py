@@ -473,7 +473,10 @@ class TierDown(NumberedEvent, frozen=True, kw_only=True, tag="tier-down"):
 
 
 class TierAway(NumberedEvent, frozen=True, kw_only=True, tag="tier-away"):
-    """Orders of a tier came to nothing: it is left alone for so long, and nobody waits for it."""
+    """Orders of a tier came to nothing: it is left alone for so long, and nobody waits for it.
+
+    Where ``why`` says that nothing is written, what lies there is read as before.
+    """
 
     tier: str
     for_s: float

@@ -369,7 +369,8 @@ class TierState(msgspec.Struct, frozen=True):
     tier: str
     state: str
     why: str
-    """It is away or down; empty while it serves, or where nobody knows yet."""
+    """It is away or down, or why nothing is written there while it serves; empty otherwise, or
+    where nobody knows yet."""
     generation: int
     demotion: str
     objects: int
