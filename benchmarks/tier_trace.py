@@ -106,7 +106,14 @@ def made_trace(n_requests: int, seed: int = 1) -> list[TraceRequest]:
     for at_ms, conversation in enumerate(turns[:n_requests]):
         before = said[conversation] or rng.choice(systems)
         said[conversation] = blocks = [*before, *new(rng.randint(1, MOST_BLOCKS_A_TURN))]
-        requests.append(TraceRequest(at_ms, len(blocks) * BLOCK_TOKENS, 1, blocks))
+        requests.append(
+            TraceRequest(
+                timestamp=at_ms,
+                input_length=len(blocks) * BLOCK_TOKENS,
+                output_length=1,
+                hash_ids=blocks,
+            )
+        )
     return requests
 
 
