@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvd.wire.cache_events import CacheThrashing, FloorBroken, PinBegan, PinEnded
+from kvd.wire.cache_events import CacheThrashing, FloorBroken, PinBegan, PinEnded, PinLeftPool
 from kvd.wire.numbered_event import NumberedEvent
 
 
@@ -616,6 +616,7 @@ Event = (
     | FloorBroken
     | PinBegan
     | PinEnded
+    | PinLeftPool
     | Waiting
     | Moved
     | HandoffEnded
