@@ -6,18 +6,25 @@ computes what is lacking at a fixed rate, and hands it over. What the decode nod
 compared with a tree of blocks that has no disk and is as large as pool and disk together, evicts
 the least recently used, and is otherwise perfect. Every page that is found or received is compared
 with what belongs there: each block of the trace has bytes of its own.
+
+An engine waits only where it was told that this takes less than to compute the same tokens at
+``engine_rate``. Was it told right? Each wait is compared with that.
+
+Without a recorded load one is made: conversations whose turns come in any order, each with what was
+said before, some behind a system prompt that others have too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import tempfile
 import time
 from collections import OrderedDict
 from contextlib import AsyncExitStack
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import click
 import msgspec
@@ -29,7 +36,7 @@ from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_leas
 from kvd.harness.child import ChildFailed
 from kvd.harness.daemons import two_daemons
 from kvd.storage.sizes import object_bytes
-from kvd.trace import BLOCK_TOKENS, expand, read_trace
+from kvd.trace import BLOCK_TOKENS, TraceRequest, expand, read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,8 +44,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvd.bench.report import Goal, Measured, Told
+    from kvd.client import Matched
     from kvd.harness.daemons import DaemonProcess, Pair
-    from kvd.trace import TraceRequest
 
 WIDTH: Final = 64
 OBJECT_BYTES: Final = object_bytes(2 * WIDTH * BLOCK_TOKENS)
@@ -60,6 +67,8 @@ COLUMNS: Final = (
     ResultColumn("told_ms", "told ms", ".1f"),
     ResultColumn("waited_ms", "waited", ".1f"),
     ResultColumn("waited_p99_ms", "p99", ".1f"),
+    ResultColumn("slower", "slower"),
+    ResultColumn("declined", "declined"),
     ResultColumn("unwritten", "lost"),
     ResultColumn("bad", "bad"),
 )
@@ -70,7 +79,42 @@ NOTES: Final = (
     "found: of the tokens of all prompts; tree, pool alone: what a perfect tree finds that is as "
     "large as pool and disk, or as the pool; lost: pages evicted before they were written",
     "waits: requests that got pages from the disk; told and waited: means; told: before they asked",
+    "slower: of the waits, those that took longer than to compute the same tokens; declined: "
+    "requests that were told it would, and did not wait",
 )
+
+SYSTEM_PROMPTS: Final = 8
+TURNS: Final = 8
+MOST_BLOCKS_A_TURN: Final = 8
+
+
+def made_trace(n_requests: int, seed: int = 1) -> list[TraceRequest]:
+    """Conversations of ``TURNS`` turns each, all at once, the next turn of any of them."""
+    rng = random.Random(seed)
+    n_blocks = 0
+
+    def new(count: int) -> list[int]:
+        nonlocal n_blocks
+        n_blocks += count
+        return list(range(n_blocks - count, n_blocks))
+
+    systems = [new(rng.randint(1, MOST_BLOCKS_A_TURN)) for _ in range(SYSTEM_PROMPTS)]
+    said: list[list[int]] = [[] for _ in range(-(-n_requests // TURNS))]
+    turns = [at for at in range(len(said)) for _ in range(TURNS)]
+    rng.shuffle(turns)
+    requests = []
+    for at_ms, conversation in enumerate(turns[:n_requests]):
+        before = said[conversation] or rng.choice(systems)
+        said[conversation] = blocks = [*before, *new(rng.randint(1, MOST_BLOCKS_A_TURN))]
+        requests.append(
+            TraceRequest(
+                timestamp=at_ms,
+                input_length=len(blocks) * BLOCK_TOKENS,
+                output_length=1,
+                hash_ids=blocks,
+            )
+        )
+    return requests
 
 
 class BlockTree:
@@ -110,13 +154,18 @@ class ServedRequest(msgspec.Struct, frozen=True):
     """Before it asked: how long what its disk has would take."""
     took_ms: float
     """From asking until it had pages."""
+    declined: bool
+    """Whether that was longer than to compute it, so that it did not wait."""
 
 
 class TraceNode:
     """One daemon and its engine."""
 
-    def __init__(self, side: str, daemon: DaemonProcess, node: kvd.client.Node) -> None:
+    def __init__(
+        self, side: str, daemon: DaemonProcess, node: kvd.client.Node, engine_rate: float
+    ) -> None:
         self.side = side
+        self.engine_rate = engine_rate
         self.daemon = daemon
         self.node = node
         self.served: list[ServedRequest] = []
@@ -126,31 +175,39 @@ class TraceNode:
         """A prompt's pages, once its disk has given what it has."""
         told = await self.node.match(tokens)
         began_s = time.perf_counter()
-        lease = await self.node.lease(tokens)
+        lease = await self.node.lease(tokens, tiers=self._choice(told))
         took_s = time.perf_counter() - began_s
-        found, promoted = lease.prefix_len, lease.tiers.promoted_tokens
-        self._note(tokens, found, promoted, told.tier_ms, took_s)
+        self._note(tokens, lease.prefix_len, lease.tiers.promoted_tokens, told, took_s)
         return lease
 
     async def receive(self, room: int, tokens: npt.NDArray[np.int32]) -> kvd.client.Receive:
         """Room for a prompt, once its disk has given what it has."""
         told = await self.node.match(tokens)
         began_s = time.perf_counter()
-        receive = await self.node.receive(room, tokens, "p")
+        receive = await self.node.receive(room, tokens, "p", tiers=self._choice(told))
         took_s = time.perf_counter() - began_s
-        self._note(tokens, receive.prefix_len, receive.promoted_len, told.tier_ms, took_s)
+        self._note(tokens, receive.prefix_len, receive.promoted_len, told, took_s)
         return receive
 
+    def _choice(self, told: Matched) -> Literal["wait", "now"]:
+        """As an engine chooses."""
+        return "wait" if told.tier_ms <= self.compute_ms(told.tier_tokens) else "now"
+
+    def compute_ms(self, n_tokens: int) -> float:
+        """What these take without a tier."""
+        return 1000 * n_tokens / self.engine_rate
+
     def _note(
-        self, tokens: npt.NDArray[np.int32], found: int, promoted: int, told_ms: float, s: float
+        self, tokens: npt.NDArray[np.int32], found: int, promoted: int, told: Matched, took_s: float
     ) -> None:
         self.served.append(
             ServedRequest(
                 n_tokens=len(tokens),
                 found=found,
                 promoted=promoted,
-                told_ms=told_ms,
-                took_ms=1000 * s,
+                told_ms=told.tier_ms,
+                took_ms=1000 * took_s,
+                declined=self._choice(told) == "now",
             )
         )
 
@@ -198,6 +255,8 @@ class TraceNode:
             "told_ms": float(np.mean([one.told_ms for one in waited] or [0.0])),
             "waited_ms": float(took.mean()),
             "waited_p99_ms": float(np.percentile(took, 99)),
+            "slower": sum(one.took_ms > self.compute_ms(one.promoted) for one in waited),
+            "declined": sum(one.declined for one in self.served),
             "unwritten": tier.evicted_unwritten,
             "bad": tier.bad,
         }
@@ -210,14 +269,14 @@ def _content(block: int) -> npt.NDArray[np.uint8]:
 
 
 async def replay(
-    pair: Pair, requests: list[TraceRequest], rate: float, told: Told
+    pair: Pair, requests: list[TraceRequest], rate: float, engine_rate: float, told: Told
 ) -> list[TraceNode]:
     """All requests, one after the other."""
     async with AsyncExitStack() as up:
         nodes = []
         for side, daemon in (("prefill", pair.prefill), ("decode", pair.decode)):
             client = await up.enter_async_context(kvd.client.connect(daemon.client, name=side))
-            nodes.append(TraceNode(side, daemon, client))
+            nodes.append(TraceNode(side, daemon, client, engine_rate))
         prefill, decode = nodes
         for room, request in enumerate(requests, start=1):
             if not room % 50:
@@ -247,24 +306,25 @@ def reuse_of(requests: list[TraceRequest], most: int) -> float:
 def run(
     told: Told,
     *,
-    trace: Path,
+    trace: Path | None,
     limit: int,
     pool_tokens: int,
     disk_tokens: int,
     rate: float,
+    engine_rate: float,
     directory: str | None,
 ) -> BenchmarkResult:
     """A recorded load through two daemons with disks."""
     pool, disk = pool_tokens // BLOCK_TOKENS, disk_tokens // BLOCK_TOKENS
     requests = [
         request
-        for request in read_trace(trace, limit)
+        for request in (made_trace(limit) if trace is None else read_trace(trace, limit))
         if len(request.hash_ids) < pool  # what never fits is nobody's
     ]
     with tempfile.TemporaryDirectory(prefix="kvd-bench-", dir=directory) as name:
         p, d = (_settings(f"{name}/disk-of-{side}", pool, disk) for side in ("p", "d"))
         with two_daemons(Path(name), d, prefill=p) as pair:
-            nodes = asyncio.run(replay(pair, requests, rate, told))
+            nodes = asyncio.run(replay(pair, requests, rate, engine_rate, told))
             tree, alone = (reuse_of(requests, blocks) for blocks in (pool + disk, pool))
             rows = [node.row(tree, alone) for node in nodes]
     title = (
@@ -274,7 +334,12 @@ def run(
     return BenchmarkResult(
         tables=(ResultTable(title=title, columns=COLUMNS, rows=tuple(rows)),),
         goals=tuple(goal for row in rows for goal in _goals(row, tree)),
-        notes=(*NOTES, f"what is lacking is computed at {rate:g} tokens a second, by a sleep"),
+        notes=(
+            *NOTES,
+            f"what is lacking is computed at {rate:g} tokens a second, by a sleep; a wait is "
+            f"compared with {engine_rate:g}",
+            "a load that was made" if trace is None else f"the load of {trace.name}",
+        ),
     )
 
 
@@ -293,6 +358,7 @@ def _goals(row: Measured, tree: float) -> tuple[Goal, ...]:
     side, found = row["side"], figure(row, "reuse") / tree
     return (
         at_least(f"{side}: tokens found, over a tree of pool and disk together", 0.99, found),
+        at_most(f"{side}: waits longer than to compute the same", 0, figure(row, "slower")),
         at_most(f"{side}: bad objects", 0, figure(row, "bad")),
     )
 
@@ -303,12 +369,17 @@ command = benchmark(
     click.option(
         "--trace",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        required=True,
-        help="In Mooncake's format.",
+        help="In Mooncake's format; one is made if not.",
     ),
     click.option("--limit", default=1500, show_default=True, help="Requests."),
     click.option("--pool-tokens", default=200_000, show_default=True, help="Of each node."),
     click.option("--disk-tokens", default=1_800_000, show_default=True, help="Of each node."),
     click.option("--rate", default=200_000.0, show_default=True, help="Tokens computed a second."),
+    click.option(
+        "--engine-rate",
+        default=20_000.0,
+        show_default=True,
+        help="Tokens a second that waits are compared with.",
+    ),
     click.option("--directory", help="Where the disks are; the usual temporary one if not."),
 )

@@ -79,6 +79,7 @@ _HERE = "kvd.cli.config"
         "explain": Verb(f"{_HERE}:explain", "Each key: value, origin, meaning, rule."),
         "show": Verb(f"{_HERE}:show", "The effective configuration as TOML."),
         "plan": Verb(f"{_HERE}:plan", "What a model takes, by pool family."),
+        "lifecycle": Verb(f"{_HERE}:lifecycle_of_store", "The rule that bounds a store."),
     },
 )
 def config_group() -> None:
@@ -179,6 +180,20 @@ def show(*, example: bool, config_file: Path | None, sets: Sequence[str], form: 
         render.print_json(toml.as_tables(config))
         return
     click.echo(toml.effective(config), nl=False)
+
+
+@click.command("lifecycle")
+@_sources
+def lifecycle_of_store(config_file: Path | None, sets: Sequence[str]) -> None:
+    """Print the rule that has the bucket of tiers.store remove what is older than its ttl_s.
+
+    It is JSON as S3 takes it. It replaces the rules that the bucket has: where it has others, add
+    this one to them. kvd itself removes nothing from a bucket.
+    """
+    config = valid_config(config_file, sets)
+    if config.tiers_store.endpoint is None:
+        raise click.UsageError("there is no tiers.store: set tiers.store.endpoint")
+    render.print_json(toml.lifecycle(config))
 
 
 # ---- what a model takes --------------------------------------------------------------------------

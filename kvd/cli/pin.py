@@ -42,8 +42,9 @@ def pin_command(
     """Keep a cached prefix, softly: what leads to a node of the tree, or to a page.
 
     It is the last to be evicted, and never in the way of a request that can have no other pages:
-    then the pin is over. It ends after its time, too, with a new epoch of its namespace, and with
-    the daemon. kvd tree has the numbers of nodes. Without a node: show the pins.
+    then the pin is over, or goes on in a tier that has all of it. It ends after its time, too, with
+    a new epoch of its namespace, and with the daemon. kvd tree has the numbers of nodes.
+    Without a node: show the pins.
     """
     if kind is None:
         pins = snapshot(target).pins
@@ -73,7 +74,9 @@ def pins_table(pins: tuple[PinState, ...]) -> RenderableType:
     """Each with who wants it and for how long."""
     if not pins:
         return render.nothing("pins")
-    out = render.TextTable("PIN>", "OWNER", "NAMESPACE", "TOKENS>", "PAGES>", "AGE>", "ENDS IN>")
+    out = render.TextTable(
+        "PIN>", "OWNER", "NAMESPACE", "TOKENS>", "PAGES>", "TIER", "AGE>", "ENDS IN>"
+    )
     for pin in pins:
         out.row(
             str(pin.pin),
@@ -81,6 +84,7 @@ def pins_table(pins: tuple[PinState, ...]) -> RenderableType:
             pin.namespace,
             str(pin.tokens),
             str(pin.pages),
+            pin.tier or "-",
             duration(pin.age_s),
             duration(pin.ttl_s),
         )

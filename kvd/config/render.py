@@ -1,4 +1,4 @@
-"""A configuration for its readers: as TOML, key by key with its origin, and what differs.
+"""A configuration for its readers: as TOML, key by key with its origin, what differs, and a rule.
 
 In the example a line ``#key = value`` is a default and ``# text`` is prose, as in sshd_config.
 """
@@ -6,6 +6,7 @@ In the example a line ``#key = value`` is a default and ``# text`` is prose, as 
 from __future__ import annotations
 
 import json
+import math
 import re
 import textwrap
 from types import MappingProxyType
@@ -250,3 +251,24 @@ def _of_key(key: ConfigKey, before: Config, after: Config) -> Iterator[KeyChange
     for entry in {**old, **new}:
         if old.get(entry) != new.get(entry):
             yield KeyChange(key=key.path, before=old.get(entry), after=new.get(entry), entry=entry)
+
+
+# ---- for a store ---------------------------------------------------------------------------------
+
+DAY_S = 86_400.0
+
+
+def lifecycle(config: Config) -> dict[str, object]:
+    """A lifecycle configuration of S3 for ``tiers.store``: nothing of it is removed too early.
+
+    S3 counts whole days, and removes at their end or later.
+    """
+    store = config.tiers_store
+    prefix = f"{store.prefix}/" if store.prefix is not None else ""
+    rule = {
+        "ID": f"kvd {store.prefix or 'of the whole bucket'}",
+        "Filter": {"Prefix": prefix},
+        "Status": "Enabled",
+        "Expiration": {"Days": max(1, math.ceil(store.ttl_s / DAY_S))},
+    }
+    return {"Rules": [rule]}

@@ -170,6 +170,7 @@ _TEXTS: dict[str, TextRule] = {
     ),
     "tiers.disk.size": _SIZE,
     "tiers.disk.max_moving": _SIZE,
+    "tiers.disk.max_rate": _SIZE,
     "tiers.store.endpoint": text_rule(
         _matches(r"https?://([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\])(:[0-9]{1,5})?"),
         "write for example http://127.0.0.1:8333",
@@ -189,6 +190,7 @@ _TEXTS: dict[str, TextRule] = {
         _is_plain_directory, "write for example /etc/kvd/store-ca.pem"
     ),
     "tiers.store.max_moving": _SIZE,
+    "tiers.store.max_rate": _SIZE,
     **dict.fromkeys(QUOTA_KEYS, _SIZE),
     "recorder.directory": text_rule(lambda text: text.startswith("/"), "begin it with /"),
 } | {f"pool.{key}": rule for row in POOLS.values() for key, rule in row.texts.items()}

@@ -138,6 +138,8 @@ class DiskTierSection(msgspec.Struct, frozen=True):
     last first. 0: not. A pool that outlives the daemon needs none of it."""
     max_moving: Annotated[str, rule(SIZE_RULE)] = "256MiB"
     """Bytes under way to there at a time, and as many from there: their pages are locked."""
+    max_rate: Annotated[str | None, rule(SIZE_RULE), example("1GiB")] = None
+    """Bytes a second to there at most, and as many from there. Left out: what the disk does."""
 
 
 class StoreTierSection(msgspec.Struct, frozen=True):
@@ -195,6 +197,8 @@ class StoreTierSection(msgspec.Struct, frozen=True):
     """As tiers.disk.stop_s; both at once."""
     max_moving: Annotated[str, rule(SIZE_RULE)] = "64MiB"
     """As tiers.disk.max_moving; the storage process has as much memory of its own, twice."""
+    max_rate: Annotated[str | None, rule(SIZE_RULE), example("250MiB")] = None
+    """As tiers.disk.max_rate: of a network that handoffs need too."""
 
 
 class PoolQuotaSection(msgspec.Struct, frozen=True):

@@ -103,6 +103,27 @@ def _page_moves(config: Config) -> Iterator[Breach]:
             yield Breach(f"{section}.max_moving", rule, fix)
 
 
+@over(
+    *(_DIRECTORY, f"{_DISK}.max_rate", f"{_DISK}.max_moving", f"{_DISK}.deadline_s"),
+    *(_ENDPOINT, f"{_STORE}.max_rate", f"{_STORE}.max_moving", f"{_STORE}.deadline_s"),
+)
+def _paced(config: Config) -> Iterator[Breach]:
+    """What is under way comes well before its storage process would be ended for it."""
+    sections = {_DISK: config.tiers_disk, _STORE: config.tiers_store}
+    for _, name in _places(config):
+        section = sections[name]
+        if section.max_rate is None:
+            continue
+        most = int((size_bytes(section.max_rate) or 0) * section.deadline_s / 2)
+        if (size_bytes(section.max_moving) or 0) > most:
+            rule = (
+                f"is too little for {name}.max_moving, which is {section.max_moving}: that has "
+                f"half of {name}.deadline_s, {section.deadline_s / 2:g} s"
+            )
+            fix = f"give more, or set {name}.max_moving to {most // 1024}KiB at most"
+            yield Breach(f"{name}.max_rate", rule, fix)
+
+
 # ---- a store is beyond this host, and outlives it ------------------------------------------------
 
 

@@ -197,7 +197,7 @@ def raise_epoch(node: NodeView, got: admin.RaiseEpoch) -> VerbPlan | Refusal:
     # Of these a lease ends that nobody else has, and what it locks is dropped.
     ending = {f"send {part.id}" for part in sends}
     over = {lease.id for lease in node.leases.leases.values() if lease.holders <= ending}
-    over |= {pin.lease.id for pin in node.pins.of_keys(keys)}
+    over |= {pin.lease.id for pin in node.pins.of_keys(keys) if pin.lease is not None}
     notes += why.locked_words(node, keys, over)
     report = admin.Report(
         got.call, _flushed_pages(node, keys, over), (), notes=_bounded(notes, len(notes))
@@ -264,7 +264,7 @@ def unpin(node: NodeView, got: admin.Unpin) -> VerbPlan | Refusal:
     known = node.pins.by_id.get(got.pin)
     if known is None:
         return Refusal(Code.BAD_REQUEST, f"there is no pin {got.pin}: kvd pin shows all")
-    note = f"pin {known.id} of {known.owner}, {known.lease.prefix_tokens} tokens"
+    note = f"pin {known.id} of {known.owner}, {known.tokens} tokens"
     report = admin.Report(got.call, {"unpinned": 1}, (), notes=(note,))
     return VerbPlan(report, lambda: node.pins.unpin(got.pin))
 

@@ -125,8 +125,11 @@ class Launch:
 
 def _tier_plans(config: Config) -> list[TierPlan]:
     """Where the storage process keeps objects."""
-    disk, store = config.tiers_disk.directory, config.tiers_store
-    plans: list[TierPlan] = [] if disk is None else [DirectoryPlan(DISK, disk)]
+    disk, store = config.tiers_disk, config.tiers_store
+    plans: list[TierPlan] = []
+    if disk.directory is not None:
+        max_rate = size_bytes(disk.max_rate or "") or 0
+        plans.append(DirectoryPlan(tier=DISK, directory=disk.directory, max_rate=max_rate))
     if store.endpoint is not None:
         plans.append(
             StorePlan(
@@ -141,6 +144,7 @@ def _tier_plans(config: Config) -> list[TierPlan]:
                 answer_s=store.answer_s,
                 deadline_s=store.deadline_s,
                 max_bytes=size_bytes(store.max_moving) or 0,
+                max_rate=size_bytes(store.max_rate or "") or 0,
             )
         )
     return plans

@@ -246,6 +246,10 @@ def _of_peers(peers: tuple[PeerState, ...]) -> Iterator[Metric]:
     yield gauge("kvd_rtt_seconds", "Round trip of the last Ping.", trips, ("peer",))
 
 
+def _is_written(tier: TierState) -> bool:
+    return tier.state == "serving" and not tier.why
+
+
 def _of_tiers(tiers: tuple[TierState, ...]) -> Iterator[Metric]:
     """What lies below the pool, and what came of it."""
 
@@ -257,6 +261,8 @@ def _of_tiers(tiers: tuple[TierState, ...]) -> Iterator[Metric]:
 
     up = "1 if the tier serves, 0 if it is away or down."
     yield gauge("kvd_tier_up", up, each(lambda t: int(t.state == "serving")), ("tier",))
+    written = "1 if the tier is written, 0 if it is not or takes nothing: a full disk."
+    yield gauge("kvd_tier_written", written, each(lambda t: int(_is_written(t))), ("tier",))
     used = "What lies there takes."
     yield gauge("kvd_tier_used_bytes", used, each(lambda t: t.objects * t.object_bytes), ("tier",))
     size = "What may lie there takes at most, where that is this node's to say."

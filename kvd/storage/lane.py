@@ -113,11 +113,34 @@ class _Tally:
         self.why = self.why or why
 
 
+class Pace:
+    """So many bytes a second at most, one way and on one thread; 0: as many as there are."""
+
+    def __init__(self, rate: int) -> None:
+        self._rate = rate
+        self._free_s = 0.0
+        """When what was moved has had its time."""
+
+    def spend(self, n_bytes: int) -> None:
+        """Return when so many may be moved."""
+        if self._rate:
+            now_s = time.monotonic()
+            begin_s = max(now_s, self._free_s)
+            self._free_s = begin_s + n_bytes / self._rate
+            time.sleep(begin_s - now_s)
+
+
 class TierLanes:
     """What writes and reads one tier."""
 
     def __init__(
-        self, tier: str, backend: Backend, pages: ObjectPages, layout: bytes, report: Reporting
+        self,
+        tier: str,
+        backend: Backend,
+        pages: ObjectPages,
+        layout: bytes,
+        report: Reporting,
+        max_rate: int = 0,
     ) -> None:
         """``report`` takes each outcome, on a thread of a lane."""
         self._tier = tier
@@ -127,6 +150,7 @@ class TierLanes:
         self._report = report
         able = backend.capabilities
         self._stride = max(1, min(able.batch_objects, able.batch_bytes // pages.page_bytes))
+        self._writing, self._reading = Pace(max_rate), Pace(max_rate)
         self._to_write: Queue[Demote | DropObjects | AgeObjects | DropNamespace] = Queue()
         self._to_read: Queue[Promote] = Queue()
         self._to_probe: Queue[ProbeTier] = Queue()
@@ -224,6 +248,7 @@ class TierLanes:
                 case DropNamespace(namespace=namespace):
                     self._backend.drop_namespace(namespace)
                 case _SealedBatch(batch, writes):
+                    self._writing.spend(len(writes) * self._pages.page_bytes)
                     outcomes = self._backend.put(writes)
                     for place, why in zip(batch.places, outcomes, strict=True):
                         tally.count(place, why)
@@ -252,6 +277,7 @@ class TierLanes:
                         batch.names, batch.pages, batch.used_ns, strict=True
                     )
                 ]
+                self._reading.spend(len(reads) * self._pages.page_bytes)
                 self._got.put(_ReadBatch(batch, self._backend.get(reads)))
 
     def _judge(self, key: bytes) -> Callable[[bytes], ObjectHead | BadObject]:

@@ -32,10 +32,11 @@ class ObjectPart(msgspec.Struct, frozen=True):
 
 
 class DirectoryPlan(msgspec.Struct, frozen=True, tag="directory"):
-    """A tier in a directory of this host."""
+    """A tier in a directory of this host. ``max_rate``: bytes a second each way; 0: any."""
 
     tier: str
     directory: str
+    max_rate: int = 0
 
 
 class StorePlan(msgspec.Struct, frozen=True, tag="store"):
@@ -44,6 +45,7 @@ class StorePlan(msgspec.Struct, frozen=True, tag="store"):
     ``credentials_file`` is read by NIXL in the storage process, and by nothing of kvd.
     ``answer_s``: silence of the store after which what was asked of it is given up;
     ``deadline_s``: that of the core, which ends the process. ``max_bytes``: of memory, each way.
+    ``max_rate``: bytes a second each way; 0: any.
     """
 
     tier: str
@@ -57,6 +59,7 @@ class StorePlan(msgspec.Struct, frozen=True, tag="store"):
     answer_s: float
     deadline_s: float
     max_bytes: int
+    max_rate: int = 0
 
 
 TierPlan = DirectoryPlan | StorePlan

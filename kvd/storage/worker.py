@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.storage.backend import Backend, SearchOutcome
-    from kvd.storage.orders import StorageOrders, StorageReports
+    from kvd.storage.orders import StorageOrders, StorageReports, TierPlan
 
 READ_BYTES: Final = 2**20
 LAST_WORDS_S: Final = 2.0
@@ -121,16 +121,20 @@ class StorageWorker:
             shared.begin(binding, f"{begin.name}-{store.tier}")
         transports = sorted({tier.capabilities.transport for tier in tiers.values()})
         self._report(StorageReady(f"{binding.module}: {', '.join(transports)}"))
+        plans = {plan.tier: plan for plan in begin.tiers}
         for name, tier in tiers.items():
-            self._serve(name, tier, pages, layout)
+            self._serve(plans[name], tier, pages, layout)
 
-    def _serve(self, name: str, tier: Backend, pages: ObjectPages, layout: bytes) -> None:
+    def _serve(self, plan: TierPlan, tier: Backend, pages: ObjectPages, layout: bytes) -> None:
         """Say what lies there; then its lanes have work."""
         found = tier.search()
+        name = plan.tier
         for report in _told(name, found):
             self._report(report)
         self._report(Searched(name, found.removed, found.why))
-        self._lanes[name] = lanes = TierLanes(name, tier, pages, layout, self._report)
+        self._lanes[name] = lanes = TierLanes(
+            name, tier, pages, layout, self._report, plan.max_rate
+        )
         lanes.start()
 
     def _obey(self, order: StorageOrders) -> None:

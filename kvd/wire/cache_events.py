@@ -15,6 +15,16 @@ class PinBegan(NumberedEvent, frozen=True, kw_only=True, tag="pin-began"):
     ttl_s: float
 
 
+class PinLeftPool(NumberedEvent, frozen=True, kw_only=True, tag="pin-left-pool"):
+    """The pages of a pin in the pool were needed: it goes on in a tier, which has all of it."""
+
+    pin: int
+    owner: str
+    tokens: int
+    tier: str
+    why: str
+
+
 class PinEnded(NumberedEvent, frozen=True, kw_only=True, tag="pin-ended"):
     """That is over; what it kept is cached as before."""
 

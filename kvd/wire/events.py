@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, get_args
 
-from kvd.wire.cache_events import CacheThrashing, FloorBroken, PinBegan, PinEnded
+from kvd.wire.cache_events import CacheThrashing, FloorBroken, PinBegan, PinEnded, PinLeftPool
 from kvd.wire.numbered_event import NumberedEvent
 
 if TYPE_CHECKING:
@@ -476,7 +476,10 @@ class TierDown(NumberedEvent, frozen=True, kw_only=True, tag="tier-down"):
 
 
 class TierAway(NumberedEvent, frozen=True, kw_only=True, tag="tier-away"):
-    """Orders of a tier came to nothing: it is left alone for so long, and nobody waits for it."""
+    """Orders of a tier came to nothing: it is left alone for so long, and nobody waits for it.
+
+    Where ``why`` says that nothing is written, what lies there is read as before.
+    """
 
     tier: str
     for_s: float
@@ -616,6 +619,7 @@ Event = (
     | FloorBroken
     | PinBegan
     | PinEnded
+    | PinLeftPool
     | Waiting
     | Moved
     | HandoffEnded

@@ -369,7 +369,8 @@ class TierState(msgspec.Struct, frozen=True):
     tier: str
     state: str
     why: str
-    """It is away or down; empty while it serves, or where nobody knows yet."""
+    """It is away or down, or why nothing is written there while it serves; empty otherwise, or
+    where nobody knows yet."""
     generation: int
     demotion: str
     objects: int
@@ -510,7 +511,9 @@ class EvictionState(msgspec.Struct, frozen=True):
 class PinState(msgspec.Struct, frozen=True):
     """A cached prefix that is kept softly, under ``lease``: it goes last, for requests alone.
 
-    Of an operator where ``session`` is 0. It ends in ``ttl_s``, and with its session.
+    ``tier`` below the pool has all of it too, if that is not empty. Where ``lease`` is 0 its pages
+    in the pool were needed, and the tier alone keeps it. Of an operator where ``session`` is 0. It
+    ends in ``ttl_s``, and with its session.
     """
 
     pin: int
@@ -522,6 +525,7 @@ class PinState(msgspec.Struct, frozen=True):
     pages: int
     age_s: float
     ttl_s: float
+    tier: str = ""
 
 
 class LateMark(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ SLEEPERS = {
     "kvd/connectors/vllm/sessions.py": "a step waits less than epoll can count: a millisecond",
     "kvd/daemon/lock.py": "runs before the loop does, and flock knows no time limit",
     "kvd/pools/file_memory.py": "runs before anybody is served, and flock knows no time limit",
+    "kvd/storage/lane.py": "a thread that nobody waits for, which keeps to the rate of its tier",
     "kvd/storage/nixl_objects.py": "a thread that nobody waits for; NIXL tells only who asks",
     "kvd/storage/nixl_files.py": "a thread that nobody waits for; NIXL tells only who asks",
     "kvd/storage/posix.py": "before anybody is served, and flock knows no time limit",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.tier_trace import BlockTree, reuse_of
+from benchmarks.tier_trace import TURNS, BlockTree, made_trace, reuse_of
 from kvd.trace import TraceRequest
 
 
@@ -27,3 +27,13 @@ def test_a_last_block_that_is_not_full_is_nobodys():
     request = TraceRequest(0, 3 * 512 + 256, 1, [1, 2, 3, 4])
 
     assert reuse_of([request, request], 100) == pytest.approx(3 * 512 / (2 * request.input_length))
+
+
+def test_a_load_that_is_made_goes_on_where_it_was_and_is_the_same_again():
+    requests = made_trace(100, seed=7)
+
+    assert requests == made_trace(100, seed=7)
+    assert len(requests) == 100
+    reuse = reuse_of(requests, 10_000)
+    assert (TURNS - 2) / (TURNS + 1) < reuse < 1, reuse
+    assert reuse_of(requests, 1) < 0.1 < reuse

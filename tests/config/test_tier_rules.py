@@ -25,6 +25,11 @@ def test_a_directory_and_a_size_make_a_tier() -> None:
     assert breaches(*TIER) == []
 
 
+def test_a_rate_that_brings_in_time_what_is_under_way_is_taken() -> None:
+    assert breaches(*TIER, "tiers.disk.max_rate=52MiB") == []
+    assert breaches(*TIER, "tiers.disk.max_rate=1MiB", "tiers.disk.max_moving=4MiB") == []
+
+
 @pytest.mark.parametrize("family", ["mla", "raw"])
 def test_families_of_whole_pages_have_tiers(family: str) -> None:
     assert breaches(*TIER, "pool.size=8GiB", *POOLS[family]) == []
@@ -46,6 +51,8 @@ def test_other_families_are_refused_with_their_reason(family: str) -> None:
         (TIER[1:], "tiers.disk.size", "says nothing without tiers.disk.directory"),
         ((*TIER, "tiers.disk.max_moving=1GiB"), "tiers.disk.size", "must be at least twice"),
         ((*TIER, "tiers.disk.max_moving=1KiB"), "tiers.disk.max_moving", "must hold one page"),
+        ((*TIER, "tiers.disk.max_rate=20MiB"), "tiers.disk.max_rate", "is too little for"),
+        ((*TIER, "tiers.disk.max_rate=fast"), "tiers.disk.max_rate", "must be a whole number"),
         ((*TIER, "cache.mode=off"), "tiers.disk.directory", "is refused with cache.mode = off"),
         ((*TIER, "pool.device=cuda:0"), "tiers.disk.directory", "storage reads and writes host"),
         (("tiers.disk.directory=tier", TIER[1]), "tiers.disk.directory", "an absolute path"),

@@ -163,14 +163,14 @@ def test_a_path_that_is_longer_than_the_tier_is_not_written_for_ever():
     assert len(ordered(d, effects.Demote)) == before
 
 
-def test_a_disk_that_takes_nothing_is_left_alone_for_a_growing_time():
+def test_a_disk_that_takes_nothing_is_not_written_for_a_growing_time():
     world = TieredWorld(d_pages=17)
     d = world.d
     d.fails_writing = "no space left on device"
     fill(world, d, first=1, n_pages=30)
     away = happened(d, events.TierAway)
     assert away
-    assert away[0].why == "no space left on device"
+    assert away[0].why == "nothing is written: no space left on device"
     orders = len(ordered(d, effects.Demote))
     world.pass_time(0.5)
     assert d.tier.counts.failed_orders == orders
@@ -180,6 +180,22 @@ def test_a_disk_that_takes_nothing_is_left_alone_for_a_growing_time():
     fill(world, d, first=9000, n_pages=20)
     assert happened(d, events.TierBack)
     assert d.tier.index.n_objects
+
+
+def test_what_lies_on_a_disk_that_takes_nothing_is_read_all_the_same():
+    world, d = world_with_evicted()
+    d.fails_writing = "read-only file system"
+    fill(world, d, first=90_000, n_pages=40)
+    assert happened(d, events.TierAway)
+    assert not d.tier.is_written
+    (shown,) = d.ask(admin.ShowStatus(1)).snapshot.tiers
+    assert (shown.state, shown.why) == ("serving", "nothing is written: read-only file system")
+
+    lease = d.lease(tokens((1, 8 * PAGE)))
+
+    assert lease.prefix_tokens == 8 * PAGE
+    assert not happened(d, events.TierBack), "what was read says nothing of writing"
+    assert d.tier.why
 
 
 # ---- promotion -----------------------------------------------------------------------------------

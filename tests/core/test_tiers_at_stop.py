@@ -168,7 +168,7 @@ def test_it_ends_at_its_bound_and_with_its_storage_process(ends):
     why = {
         "bound": "its time was over",
         "storage": "the tier is down: killed by 9",
-        "away": "the tier is away: No space left on device",
+        "away": "nothing is written: No space left on device",
     }
     assert ended.why == why[ends]
 

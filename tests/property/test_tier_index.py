@@ -27,6 +27,28 @@ class Oracle:
     def __init__(self):
         self.there = {}
         self.before = {}
+        self.pins = []
+
+    def kept(self):
+        """What is pinned, and what is before it."""
+        found = set()
+        for _, key in self.pins:
+            step = key
+            while step is not None:
+                found.add(step)
+                step = self.before.get(step)
+        return found
+
+    def drop(self, gone):
+        """These go for room."""
+        for name, dropped in gone.items():
+            for key in dropped:
+                self.there[name].remove(key)
+                followers = [k for k in self.there[name] if self.before[k] == key]
+                assert not followers, "what follows it is of no use any more"
+        if {key for _, key in self.pins} & set().union(*gone.values()):
+            left = set().union(*self.there.values())
+            assert left <= self.kept(), "what is pinned goes last"
 
     def add(self, namespace, keys):
         there = self.there.setdefault(namespace, set())
@@ -55,11 +77,7 @@ def test_a_walk_keeps_the_bound_and_never_a_page_without_those_before_it(seed):
                     n_known = index.leading(namespace, keys)
                     wanted = keys[n_known : n_known + capacity - reserved]
                     gone = index.reserve(len(wanted))
-                    for name, dropped in gone.items():
-                        for key in dropped:
-                            oracle.there[name].remove(key)
-                            followers = [k for k in oracle.there[name] if oracle.before[k] == key]
-                            assert not followers, "what follows it is of no use any more"
+                    oracle.drop(gone)
                     assert index.n_objects + index.reserved <= capacity
                     index.release(len(wanted))
                     # What was there when it was ordered may have gone for the room.
@@ -67,6 +85,11 @@ def test_a_walk_keeps_the_bound_and_never_a_page_without_those_before_it(seed):
                     if n_left >= n_known:
                         index.add(namespace, keys[: n_known + len(wanted)])
                         oracle.add(namespace, keys[: n_known + len(wanted)])
+                case draw if draw < 0.65:
+                    oracle.pins.append((namespace, keys[-1]))
+                    index.pin(namespace, keys[-1])
+                case draw if draw < 0.7 and oracle.pins:
+                    index.unpin(*oracle.pins.pop(rng.randrange(len(oracle.pins))))
                 case draw if draw < 0.9:
                     index.touch(namespace, rng.choice(keys))
                 case draw if draw < 0.93:

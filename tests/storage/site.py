@@ -76,9 +76,11 @@ class Site(HeardReports):
         parts: tuple[ObjectPart, ...] = (ObjectPart("kv"),),
         *,
         layout: str = "ours",
+        max_rate: int = 0,
     ) -> None:
         super().__init__(LIMIT_S)
         self.directory = directory
+        self.max_rate = max_rate
         self.regions = [
             Region(name, shape, seed)
             for seed, (name, shape) in enumerate((shapes or {"kv": PAGE_FIRST}).items())
@@ -110,7 +112,7 @@ class Site(HeardReports):
 
     def plan(self) -> TierPlan:
         """Where its objects lie."""
-        return DirectoryPlan(self.tier, str(self.directory))
+        return DirectoryPlan(tier=self.tier, directory=str(self.directory), max_rate=self.max_rate)
 
     async def stop(self) -> None:
         if self.process is not None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -66,6 +67,28 @@ async def test_an_order_of_many_batches_is_answered_once_and_whole(site):
     assert len(site.heard(Demoted)) == 1
     assert promoted.bad == ()
     assert len(site.files()) == 500
+
+
+async def test_what_moves_keeps_to_its_rate_each_way(make):
+    """Pages of 64 KiB at 2 MiB a second: what one order takes is waited for by the next."""
+
+    site = make(max_rate=2**21)
+    await site.start()
+    keys = [key(number) for number in range(30)]
+    before = [site.page(page) for page in range(1, 31)]
+
+    began_s = time.monotonic()
+    for first in range(0, 30, 10):
+        assert len((await site.demote(keys[first : first + 10], [*range(1, 11)])).written) == 10
+    wrote_s = time.monotonic()
+    for first in range(0, 30, 10):
+        assert not (await site.promote(keys[first : first + 10], [*range(11, 21)])).bad
+    read_s = time.monotonic()
+
+    least_s = 20 * 2**16 / 2**21
+    assert wrote_s - began_s > least_s
+    assert read_s - wrote_s > least_s
+    assert [site.page(page) for page in range(11, 21)] == before[:10]
 
 
 async def test_orders_of_nothing_are_answered(site):

@@ -111,6 +111,7 @@ _WORDS: dict[str, str] = {
         "[; {left_pages} of {floor_pages} are left]"
     ),
     "pin-began": "pin {pin} of {owner}: {tokens} tokens[ for {ttl_s}]",
+    "pin-left-pool": "pin {pin} of {owner}: {tokens} tokens, from now on in tier {tier}[: {why}]",
     "pin-ended": "pin {pin} of {owner}: {tokens} tokens[ after {age_s}][: {why}]",
     "waiting": (
         "client {session} waits for room[ in room {room}][: {needed_pages} pages needed]"

@@ -110,7 +110,8 @@ class Backrefs:
         if holder in MOVING:
             return self.moving
         if holder == PIN:
-            return Counter([pin.lease.id for pin in self._node.pins.by_id.values()])
+            pins = self._node.pins.by_id.values()
+            return Counter([pin.lease.id for pin in pins if pin.lease is not None])
         return self.reads if holder == FETCH else self.engine_copies
 
     @property

@@ -328,7 +328,7 @@ class Engines(Verbs):
         pin = self._node.pins.pin(session, owner, message.namespace, tokens, message.ttl_s)
         if isinstance(pin, Refusal):
             return pin
-        answer = PrefixPinned(call=message.call, pin=pin.id, tokens=pin.lease.prefix_tokens)
+        answer = PrefixPinned(call=message.call, pin=pin.id, tokens=pin.tokens)
         self._out.answer(session, answer)
         return None
 

@@ -157,12 +157,13 @@ def pin_state(node: NodeView, pin: PinRecord) -> PinState:
         pin=pin.id,
         owner=pin.owner,
         session=pin.session,
-        lease=pin.lease.id,
-        namespace=told(pin.lease.namespace),
-        tokens=pin.lease.prefix_tokens,
-        pages=count(pin.lease.page_table),
+        lease=pin.lease.id if pin.lease is not None else 0,
+        namespace=told(pin.namespace),
+        tokens=pin.tokens,
+        pages=count(pin.lease.page_table) if pin.lease is not None else 0,
         age_s=node.out.at_s - pin.since_s,
         ttl_s=pin.until_s - node.out.at_s,
+        tier=node.pins.tier_of(pin),
     )
 
 

@@ -3,7 +3,7 @@
 A pin is a lease of nobody's pages: it locks what is cached of a prompt, and **gives way**
 (``lease_table``). So nothing of it is evicted or demoted while a request can have other pages. When
 one cannot, pins go after all else that gives way, the oldest first, and their pages are cached as
-all others are; the pin is over then, and says for whom.
+all others are. A pin that a tier below the pool has all of goes on there; any other is over then.
 
 A pin of an engine ends with its session, one of an operator does not. Each ends by its time, too,
 and with a new epoch of its namespace. No pin outlives the daemon: pages of before a restart are
@@ -15,7 +15,7 @@ What must not live here: what a prompt is (``engines``), who asks for it (``oper
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -24,7 +24,7 @@ from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.cache.namespaces import told
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Tokens
-from kvd.wire.cache_events import PinBegan, PinEnded
+from kvd.wire.cache_events import PinBegan, PinEnded, PinLeftPool
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -40,6 +40,22 @@ MOST_ENDED: Final = 64
 """Pins that are over and of which it is known why."""
 
 
+class PinsBelow(Protocol):
+    """What keeps them below the pool (``tiers.pins``)."""
+
+    def keep(self, pin: int, lease: LeaseRecord) -> None:
+        """What that lease locks is pinned there too."""
+
+    def end(self, pin: int) -> None:
+        """It is over."""
+
+    def tier_of(self, pin: int) -> str:
+        """The tier that has all of it; empty if none has."""
+
+    def is_lost(self, pin: int) -> bool:
+        """Whether it is known that none has."""
+
+
 class PinRecord(msgspec.Struct, frozen=True):
     """One pin: who wants it, what it locks, and until when."""
 
@@ -47,7 +63,10 @@ class PinRecord(msgspec.Struct, frozen=True):
     owner: str
     session: int
     """Its end is the pin's; 0: an operator's."""
-    lease: LeaseRecord
+    namespace: str
+    tokens: int
+    lease: LeaseRecord | None
+    """None: its pages in the pool were needed, and it goes on in a tier."""
     since_s: float
     until_s: float
 
@@ -65,12 +84,20 @@ class EndedPin(msgspec.Struct, frozen=True):
 class Pins:
     """The pins of a node, by number."""
 
-    def __init__(self, name: str, leases: LeaseTable, sessions: SessionTable, out: Outbox) -> None:
+    def __init__(
+        self,
+        name: str,
+        leases: LeaseTable,
+        sessions: SessionTable,
+        below: PinsBelow,
+        out: Outbox,
+    ) -> None:
         self.by_id: dict[int, PinRecord] = {}
         self.ended: deque[EndedPin] = deque(maxlen=MOST_ENDED)
         """The last one at the end."""
         self.gave_way = 0
-        """How many went because their pages were needed."""
+        """How many left the pool because their pages were needed."""
+        self._below = below
         self._name = name
         self._leases = leases
         self._sessions = sessions
@@ -120,11 +147,14 @@ class Pins:
             id=number,
             owner=owner,
             session=session,
+            namespace=namespace,
+            tokens=cached_tokens,
             lease=lease,
             since_s=now_s,
             until_s=now_s + ttl_s,
         )
         self.by_id[number] = pin
+        self._below.keep(number, lease)
         self._out.emit(
             PinBegan(pin=number, owner=owner, lease=lease.id, tokens=cached_tokens, ttl_s=ttl_s)
         )
@@ -170,6 +200,8 @@ class Pins:
                 self._end(pin, "its engine is gone")
             elif pin.until_s <= now_s:
                 self._end(pin, "its time is over")
+            elif pin.lease is None and self._below.is_lost(pin.id):
+                self._end(pin, "it left the pool, and then its tier")
 
     def epoch_over(self, keys: Collection[str]) -> None:
         """Of these nothing is ever found again."""
@@ -178,25 +210,38 @@ class Pins:
 
     def of_keys(self, keys: Collection[str]) -> list[PinRecord]:
         """The pins of these namespaces."""
-        return [pin for pin in self.by_id.values() if pin.lease.namespace in keys]
+        return [pin for pin in self.by_id.values() if pin.namespace in keys]
 
     def end_given_way(self, gone: list[LeaseRecord]) -> None:
         """Leases have gone because their pages were needed: some were pins."""
         for pin in [pin for pin in self.by_id.values() if pin.lease in gone]:
             self.gave_way += 1
-            self._over(pin, "a request had no other pages")
+            tier, why = self._below.tier_of(pin.id), "a request had no other pages"
+            if not tier:
+                self._over(pin, why)
+                continue
+            self.by_id[pin.id] = msgspec.structs.replace(pin, lease=None)
+            self._out.emit(
+                PinLeftPool(pin=pin.id, owner=pin.owner, tokens=pin.tokens, tier=tier, why=why)
+            )
 
     def _end(self, pin: PinRecord, why: str) -> None:
-        self._leases.release(pin.lease, PIN, "unpinned")
+        if pin.lease is not None:
+            self._leases.release(pin.lease, PIN, "unpinned")
         self._over(pin, why)
 
     def _over(self, pin: PinRecord, why: str) -> None:
         del self.by_id[pin.id]
-        tokens, now_s = pin.lease.prefix_tokens, self._out.at_s
+        self._below.end(pin.id)
+        tokens, now_s = pin.tokens, self._out.at_s
         self.ended.append(EndedPin(id=pin.id, owner=pin.owner, tokens=tokens, why=why, at_s=now_s))
         self._out.emit(
             PinEnded(pin=pin.id, owner=pin.owner, tokens=tokens, age_s=now_s - pin.since_s, why=why)
         )
+
+    def tier_of(self, pin: PinRecord) -> str:
+        """The tier below the pool that has all of it; empty if none has."""
+        return self._below.tier_of(pin.id)
 
     # ---- asked about -------------------------------------------------------------------------
 

@@ -145,7 +145,9 @@ class StopDemotion:
     def _ends(self) -> str:
         """Why it ends before all is written; empty while it goes on."""
         tier = self._demoter.tier
-        if not tier.is_serving:
+        if not tier.is_written:
+            if tier.is_serving:
+                return tier.why
             why = f": {tier.why}" if tier.why else ""
             return f"the tier is {tier.word}{why}"
         if self._out.at_s >= self._until_s:

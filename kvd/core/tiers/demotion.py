@@ -197,7 +197,7 @@ class Demoter:
     def turn(self) -> None:
         """Order what is to be written now."""
         tier, leases = self.tier, self._leases
-        if tier.settings.demotion is Demotion.NEVER or not tier.is_serving:
+        if tier.settings.demotion is Demotion.NEVER or not tier.is_written:
             return
         now = (leases.growth, leases.releases, leases.evicted_pages)
         if now == self._seen:
@@ -344,7 +344,7 @@ class Demoter:
         tier.counts.unwritten += move.n_objects - len(written)
         took_s = self._out.at_s - move.since_s
         tier.measure_written(got.n_bytes, took_s)
-        tier.answered(move.ticket, len(written), got.why or "nothing was written")
+        tier.was_written(move.ticket, len(written), got.why or "nothing was written")
         self._out.emit(
             events.PagesDemoted(
                 tier=tier.name,

@@ -8,6 +8,9 @@ The least recently used goes first, and of a prompt the last page: a page is of 
 before it. So each object knows the one before it, only what nothing follows may go, and what was
 before it is as young as it was. A use is noted at the last page that was used, and nowhere else.
 
+What is pinned goes after all else of its share, and so does what is before it. A pin is of the last
+page that it keeps, there or not.
+
 What was found on disk, or is left of a prompt of which a page was bad, is linked to nothing: it
 goes by its age alone, until it is used again as a part of a prompt.
 
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 LastObject = tuple[int, bytes, str]
 """A use of an object, which may not be its last; its key and namespace."""
 
+PINNED = 2**60
+"""Beyond any use: what is added to that of what is pinned."""
+
 HEAP_SLACK = 1024
 """Entries that are out of date, beside one for each object, before the heap is made anew."""
 
@@ -45,7 +51,8 @@ class TierObject:
 
     def __init__(self, used: int) -> None:
         self.used = used
-        """By the clock of the index: its last use, or that of what followed it."""
+        """By the clock of the index: its last use, or that of what followed it; ``PINNED`` later
+        for what is pinned."""
         self.before = b""
         self.followers = 0
         """Objects that are there and were linked to it."""
@@ -70,6 +77,7 @@ class TierIndex:
         "_by_namespace",
         "_by_quota",
         "_clock",
+        "_pinned",
         "_share",
         "capacity",
         "n_objects",
@@ -85,6 +93,8 @@ class TierIndex:
         """Of objects that were ordered and are not said to be there yet."""
         self._by_namespace: dict[str, dict[bytes, TierObject]] = {}
         self._clock = 0
+        self._pinned: dict[tuple[str, bytes], int] = {}
+        """How many pins end with that page."""
         self._by_quota: dict[str, ObjectShare] = {}
         self.rest = ObjectShare(None)
         self._share: dict[str, ObjectShare] = {}
@@ -168,7 +178,7 @@ class TierIndex:
                 known = objects[key] = TierObject(used)
                 self.n_objects += 1
                 share.n_pages += 1
-            known.used = used
+            known.used = self._use(namespace, key)
             if before and known.before != before:
                 above = objects.get(before)
                 if above is not None:
@@ -176,7 +186,7 @@ class TierIndex:
                     above.followers += 1
             before = key
         if known is not None and not known.followers:
-            self._push(share, (used, before, namespace))
+            self._push(share, (known.used, before, namespace))
 
     def found(self, namespace: str, keys: Iterable[bytes]) -> None:
         """These lie there since before, linked to nothing; the first was used longest ago."""
@@ -188,7 +198,32 @@ class TierIndex:
         objects = self._by_namespace.get(namespace)
         known = objects.get(key) if objects is not None else None
         if known is not None:
-            self._clock = known.used = self._clock + 1
+            self._clock += 1
+            known.used = self._use(namespace, key)
+
+    def _use(self, namespace: str, key: bytes) -> int:
+        """What a use of it now counts as."""
+        pinned = self._pinned
+        return self._clock + PINNED if pinned and (namespace, key) in pinned else self._clock
+
+    # ---- what is pinned ----------------------------------------------------------------------
+
+    def pin(self, namespace: str, key: bytes) -> None:
+        """What ends with that page goes last, from now on and as often as it is pinned."""
+        self._pinned[namespace, key] = self._pinned.get((namespace, key), 0) + 1
+        self.touch(namespace, key)
+
+    def unpin(self, namespace: str, key: bytes) -> None:
+        """One pin of it is over; after the last one it is as what was used now."""
+        n_pins = self._pinned.pop((namespace, key)) - 1
+        if n_pins:
+            self._pinned[namespace, key] = n_pins
+            return
+        self.touch(namespace, key)
+        known = self._by_namespace.get(namespace, {}).get(key)
+        if known is not None and not known.followers:
+            # Its place in the heap is behind all others.
+            self._push(self._share[namespace], (known.used, key, namespace))
 
     # ---- what goes ---------------------------------------------------------------------------
 
@@ -275,7 +310,9 @@ class TierIndex:
         # One that was bad and has come again does not know of all that follow it.
         if above is not None and above.followers:
             above.followers -= 1
-            above.used = max(above.used, known.used)
+            # What is left of a pinned prompt is not pinned.
+            used = min(known.used, self._clock)
+            above.used = max(above.used, used)
             if not above.followers:
                 self._push(share, (above.used, known.before, namespace))
         if not objects:

@@ -395,7 +395,7 @@ class Promotions:
         tier.counts.bad += len(got.bad)
         took_s = self._out.at_s - move.since_s
         tier.measure_read(got.n_bytes, took_s)
-        tier.answered(move.ticket, n_good, got.why or "nothing was read")
+        tier.was_read(move.ticket, n_good, got.why or "nothing was read")
         n_cached = 0 if move.is_void else self._keep(move.lease, n_good)
         tier.counts.read += n_cached
         self._out.emit(

@@ -2,8 +2,12 @@
 
 A tier that fails is left alone for a while: after ``FAILURES`` orders in a row that came to nothing
 it is *away*, nothing is ordered of it and no request waits for it, for a time that doubles until an
-order succeeds again. So a disk that is full, read-only or gone costs hits, and no request more than
-a few times the time that it may wait.
+order succeeds again. So a disk that is gone costs hits, and no request more than a few times the
+time that it may wait.
+
+Where it is writing that fails, only writing is left alone: a disk that is full or read-only has all
+that lies there still. What was written could have been read, so that ends both; what was read says
+nothing of writing.
 
 What must not live here: leases and pages (``demotion``, ``promotion``).
 """
@@ -88,23 +92,55 @@ class TierCounts:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
+class TierHealth:
+    """Of one way, to a tier or from it: whether anything is ordered."""
+
+    __slots__ = ("away_s", "away_until_s", "failures", "why")
+
+    def __init__(self) -> None:
+        self.failures = 0
+        """Orders in a row that came to nothing."""
+        self.away_s = 0.0
+        """For how long it was left alone last; 0 since an order has succeeded."""
+        self.away_until_s = 0.0
+        self.why = ""
+
+    def failed(self, why: str, now_s: float) -> bool:
+        """An order has come to nothing; whether it is left alone from now on."""
+        self.failures += 1
+        # One that fails after it was left alone goes at once, and for longer.
+        if self.failures < FAILURES and not self.away_s:
+            return False
+        if now_s < self.away_until_s:
+            return False  # ordered before it went
+        self.away_s = min(MOST_AWAY_S, 2 * self.away_s) if self.away_s else AWAY_S
+        self.away_until_s = now_s + self.away_s
+        self.why = why
+        return True
+
+    def succeeded(self) -> bool:
+        """An order has come to something; whether it had been left alone before."""
+        was_away = self.away_s > 0
+        self.failures, self.away_s, self.why = 0, 0.0, ""
+        return was_away
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class StorageTier:
     """One of them, by its name. Read it; the parts of this room write it."""
 
     __slots__ = (
         "_out",
-        "away_s",
-        "away_until_s",
-        "away_why",
         "counts",
         "down_why",
         "dropped_namespaces",
-        "failures",
         "generation",
+        "health",
         "index",
         "name",
         "read_rate",
         "settings",
+        "writing",
         "written_rate",
     )
 
@@ -118,12 +154,9 @@ class StorageTier:
         """Of the storage process that serves it; 0: none does."""
         self.down_why = ""
         """Why none does, once that is known."""
-        self.failures = 0
-        """In a row."""
-        self.away_s = 0.0
-        """For how long it was away last; 0 since an order has succeeded."""
-        self.away_until_s = 0.0
-        self.away_why = ""
+        self.health = TierHealth()
+        """Of all but writing; without it nothing is written either."""
+        self.writing = TierHealth()
         self.read_rate = 0.0
         """Bytes per second of a promotion, as measured; 0: there was none yet."""
         self.written_rate = 0.0
@@ -134,8 +167,13 @@ class StorageTier:
 
     @property
     def is_serving(self) -> bool:
-        """Whether anything is ordered of it now."""
-        return self.generation > 0 and self._out.at_s >= self.away_until_s
+        """Whether anything is read from it now."""
+        return self.generation > 0 and self._out.at_s >= self.health.away_until_s
+
+    @property
+    def is_written(self) -> bool:
+        """Whether anything is written to it now."""
+        return self.is_serving and self._out.at_s >= self.writing.away_until_s
 
     @property
     def word(self) -> str:
@@ -146,8 +184,12 @@ class StorageTier:
 
     @property
     def why(self) -> str:
-        """Why it does not serve."""
-        return self.away_why if self.generation else self.down_why
+        """Why it does not serve, or why nothing is written there while it does."""
+        if not self.generation:
+            return self.down_why
+        if self.health.why or not self.writing.why:
+            return self.health.why
+        return f"nothing is written: {self.writing.why}"
 
     @property
     def most_moving(self) -> int:
@@ -162,15 +204,24 @@ class StorageTier:
 
     # ---- how an order went -------------------------------------------------------------------
 
-    def answered(self, ticket: int, n_objects: int, why: str) -> None:
-        """An order is over, and so are those before it: so many of its objects were moved."""
+    def was_read(self, ticket: int, n_objects: int, why: str) -> None:
+        """An order to read is over, and so are those before it: so many of its objects came."""
         self._came_to(ticket)
         if not n_objects:
             self.failed(why)
+        elif self.health.succeeded():
+            self._out.emit(events.TierBack(tier=self.name))
+
+    def was_written(self, ticket: int, n_objects: int, why: str) -> None:
+        """The same of an order to write: so many of its objects are there."""
+        self._came_to(ticket)
+        if not n_objects:
+            self.counts.failed_orders += 1
+            if self.writing.failed(why, self._out.at_s):
+                self._tell_away(self.writing)
             return
-        self.failures = 0
-        if self.away_s:
-            self.away_s, self.away_why = 0.0, ""
+        was_away = self.health.succeeded()
+        if self.writing.succeeded() or was_away:
             self._out.emit(events.TierBack(tier=self.name))
 
     def _came_to(self, ticket: int) -> None:
@@ -182,18 +233,13 @@ class StorageTier:
             }
 
     def failed(self, why: str) -> None:
-        """An order has come to nothing."""
+        """An order that was none to write has come to nothing, or the process of any is gone."""
         self.counts.failed_orders += 1
-        self.failures += 1
-        # One that fails after it was away goes at once, and for longer.
-        if self.failures < FAILURES and not self.away_s:
-            return
-        if self._out.at_s < self.away_until_s:
-            return  # ordered before it went
-        self.away_s = min(MOST_AWAY_S, 2 * self.away_s) if self.away_s else AWAY_S
-        self.away_until_s = self._out.at_s + self.away_s
-        self.away_why = why
-        self._out.emit(events.TierAway(tier=self.name, for_s=self.away_s, why=why))
+        if self.health.failed(why, self._out.at_s):
+            self._tell_away(self.health)
+
+    def _tell_away(self, health: TierHealth) -> None:
+        self._out.emit(events.TierAway(tier=self.name, for_s=health.away_s, why=self.why))
 
     def measure_read(self, n_bytes: int, took_s: float) -> None:
         """So much was read in that time."""

@@ -24,6 +24,7 @@ from kvd.core.tiers.demotion import Demoter, NodeDemotion
 from kvd.core.tiers.keys import each_key
 from kvd.core.tiers.moves import TierMoves
 from kvd.core.tiers.node_keys import KeysAtNodes
+from kvd.core.tiers.pins import TierPins
 from kvd.core.tiers.promotion import PagePromotion, Promotions
 from kvd.core.tiers.tier import StorageTier
 from kvd.wire import events
@@ -63,6 +64,7 @@ class Tiers:
         self.demoters = tuple(
             [Demoter(tier, leases, self.keys, self.quiet, self.moves, out) for tier in self.each]
         )
+        self.pins = TierPins(self.demoters, self.keys)
         self.promotions = Promotions(self.each, leases, admission, self.keys, self.moves, out)
         self._leases = leases
         self._epochs = epochs
@@ -151,6 +153,7 @@ class Tiers:
         over = self._epochs.over(tier.index.namespaces())
         for namespace in sorted({*over, *tier.dropped_namespaces}):
             self._drop_namespace(tier, namespace)
+        self.pins.link(tier)
         for name, gone in tier.index.shrink().items():
             tier.counts.dropped += len(gone)
             self.moves.drop(tier, name, gone)
@@ -211,6 +214,8 @@ class Tiers:
         """Deadlines, who has waited long enough, and what is to be written."""
         self.moves.restart_if_silent()
         self.promotions.tick()
+        if not self.at_stop:
+            self.pins.turn()
         for demoter in self.demoters:
             self._write_ahead(demoter)
 

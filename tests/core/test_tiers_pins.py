@@ -1,0 +1,135 @@
+"""Pins below the pool: what is pinned is on the disk before it is needed there, and goes last."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.core.audit.invariants import violations
+from kvd.core.settings import Demotion
+from kvd.wire import admin, client
+from kvd.wire.cache_events import PinEnded, PinLeftPool
+from kvd.wire.pins import PinPrefix, PrefixPinned, UnpinPrefix
+from tests.core.tiered import PAGE, TieredWorld, cached, disk, fill, tokens
+
+PROMPT = tokens((1, 8 * PAGE))
+TTL_S = 600.0
+
+
+def pinned(side, toks=PROMPT) -> int:
+    """Of a session of its own."""
+    cached(side, toks)
+    reply = side.call(PinPrefix, toks, ttl_s=TTL_S, session=side.attach("pins"))
+    assert isinstance(reply, PrefixPinned), reply
+    side.world.pass_time(1.0)
+    return reply.pin
+
+
+def given_way(**more):
+    """A pin whose pages in the pool were needed."""
+    world = TieredWorld(d_pages=33, tier=disk(**{"objects": 100, **more}))
+    pin = pinned(world.d)
+    lease = world.d.lease(tokens((70_000, 28 * PAGE)))
+    world.d.call(client.ReleaseLease, lease=lease.lease)
+    return world, world.d, pin
+
+
+def happened(side, kind):
+    return [event for event in side.events if isinstance(event, kind)]
+
+
+def shown(side):
+    return side.ask(admin.ShowStatus(1)).snapshot.pins
+
+
+@pytest.mark.parametrize("demotion", [Demotion.ALWAYS, Demotion.SECOND_USE, Demotion.PRIORITY])
+def test_what_is_pinned_is_written_at_once_whatever_the_policy(demotion):
+    world = TieredWorld(tier=disk(demotion=demotion))
+    pinned(world.d)
+
+    assert world.d.tier.index.n_objects == 8
+    (state,) = shown(world.d)
+    assert (state.pages, state.tier) == (8, "disk")
+    assert not violations(world.d.node)
+
+
+def test_a_long_one_is_written_in_several_and_where_nothing_is_written_it_is_not():
+    world = TieredWorld(tier=disk(moving=2))
+    pinned(world.d)
+    world.pass_time(3.0)
+    assert world.d.tier.index.n_objects == 8
+
+    world = TieredWorld(tier=disk(demotion=Demotion.NEVER))
+    pinned(world.d)
+    assert not world.d.tier.index.n_objects
+
+
+def test_a_pin_that_gives_way_goes_on_in_the_tier_and_its_prompt_comes_back():
+    _, d, pin = given_way()
+
+    assert not happened(d, PinEnded)
+    (left,) = happened(d, PinLeftPool)
+    assert (left.pin, left.tier) == (pin, "disk")
+    (state,) = shown(d)
+    assert (state.lease, state.pages, state.tier) == (0, 0, "disk")
+    assert d.node.leases.tree.probe(PROMPT, "") < 8 * PAGE
+    assert d.lease(PROMPT).prefix_tokens == 8 * PAGE
+    assert not violations(d.node)
+
+
+def test_what_is_pinned_is_the_last_to_leave_the_tier():
+    world, d, _ = given_way(objects=20)
+
+    fill(world, d, n_pages=120)
+
+    assert d.tier.counts.dropped > 60
+    assert d.lease(PROMPT).prefix_tokens == 8 * PAGE
+
+
+@pytest.mark.parametrize("ends", ["unpinned", "time", "session"])
+def test_a_pin_that_is_over_keeps_nothing_there(ends):
+    world, d, pin = given_way(objects=20)
+    if ends == "unpinned":
+        d.call(UnpinPrefix, session=2, pin=pin)
+    elif ends == "time":
+        world.pass_time(TTL_S)
+    else:
+        d.hang_up(2)
+        world.pass_time(1.0)
+    assert len(happened(d, PinEnded)) == 1
+    assert not shown(d)
+    assert not d.node.tiers.pins.by_id
+
+    fill(world, d, first=200_000, n_pages=120)
+
+    assert d.lease(PROMPT).prefix_tokens == 0
+
+
+def test_a_pin_that_neither_has_any_more_is_over():
+    world, d, _ = given_way()
+    d.ask(admin.Flush(1))
+    world.pass_time(1.0)
+
+    (over,) = happened(d, PinEnded)
+    assert over.why == "it left the pool, and then its tier"
+
+
+def test_the_end_of_a_storage_process_is_no_end_of_a_pin():
+    world, d, pin = given_way()
+    d.stop_storage()
+    world.pass_time(5.0)
+    assert pin in d.node.pins.by_id
+    d.start_storage(2)
+    world.pass_time(1.0)
+
+    assert pin in d.node.pins.by_id
+    fill(world, d, n_pages=120)
+    assert d.lease(PROMPT).prefix_tokens == 8 * PAGE
+
+
+def test_pins_have_half_of_a_tier_and_what_is_beyond_that_is_not_written_for_ever():
+    world = TieredWorld(d_pages=65, tier=disk(objects=20))
+    for first in (1, 1000, 2000):
+        pinned(world.d, tokens((first, 6 * PAGE)))
+    world.pass_time(10.0)
+
+    assert world.d.tier.counts.written == 6
