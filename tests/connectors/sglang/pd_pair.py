@@ -86,7 +86,8 @@ class PlayedRank:
         self._told = queue.Queue()
         self._kept = []
         self._write(first)
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _write(self, line) -> None:
         self._lines.write(f"{json.dumps(line)}\n")
@@ -131,9 +132,11 @@ class PlayedRank:
             self._kept.append(told)
 
     def kill(self) -> None:
-        """As if its process were killed: every thread ends where it is."""
+        """As if its process were killed: every thread ends where it is. It has no port any more."""
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+            self._connection.shutdown(socket.SHUT_WR)
+            self._reader.join(WITHIN_S)
+            assert not self._reader.is_alive(), "it has not ended"
         with contextlib.suppress(OSError):
             self._lines.close()
         self._connection.close()
