@@ -149,7 +149,8 @@ def node(
 
     Raises:
         KvdError: ``not-supported`` for a model whose cache no pool can hold; ``layout-mismatch``
-            where the daemon's pool is not for it, with the section that is.
+            where the daemon's pool is not for it, with the section that is; ``bad-request`` where
+            there is no such pool, or the endpoint or the name is none.
         ValueError: ``save`` is something else.
     """
     if save not in {"all", "prompt", "none"}:
