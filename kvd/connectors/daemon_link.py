@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from kvd.client import Code, KvdError, connect_sync
-from kvd.connectors.refusals import BROKEN, is_short
+from kvd.connectors.refusals import BROKEN, is_short, is_users_to_mend
 
 if TYPE_CHECKING:
     import logging
@@ -138,12 +138,13 @@ class ConnectorSession(Generic[F]):
         """Open the first session, if there is a daemon.
 
         Raises:
-            KvdError: ``layout-mismatch``: its pool is not for this engine.
+            KvdError: ``layout-mismatch``: its pool is not for this engine; ``bad-request``: there
+                is no such pool, or this is no endpoint or name.
         """
         try:
             self._connect(OPEN_WITHIN_S)
         except KvdError as error:
-            if error.code == Code.LAYOUT_MISMATCH.value:
+            if is_users_to_mend(error):
                 raise
             self.failed(error)
 

@@ -30,3 +30,8 @@ def was_said_here(error: KvdError) -> bool:
 def is_short(error: KvdError) -> bool:
     """Whether the daemon is well, and has no room for this."""
     return error.code in FULL and not was_said_here(error)
+
+
+def is_users_to_mend(error: KvdError) -> bool:
+    """Whether an engine that begins is told wrong: a daemon that comes later changes nothing."""
+    return error.code in {Code.LAYOUT_MISMATCH.value, Code.BAD_REQUEST.value}

@@ -114,6 +114,7 @@ class KvdL2Adapter(L2AdapterInterface):
 
     Raises:
         KvdError: ``layout-mismatch``: the pool of the daemon has no pages of plain bytes;
+            ``bad-request``: there is no such pool, or this is no endpoint;
             ``not-supported``: another version of LMCache than were run.
     """
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvd.client import Code, KvdError, Node, connect
 from kvd.connectors.daemon_link import OPEN_WITHIN_S
-from kvd.connectors.refusals import BROKEN, refused_here
+from kvd.connectors.refusals import BROKEN, is_users_to_mend, refused_here
 from kvd.connectors.sglang.host_pages import UnfitHostPool
 from kvd.connectors.sglang.storage_link import PagesFit, expected_of, with_section
 
@@ -66,13 +66,14 @@ class HandoffLink:
         """Open the first session, if there is a daemon.
 
         Raises:
-            KvdError: ``layout-mismatch``: its pool is not for these pages.
+            KvdError: ``layout-mismatch``: its pool is not for these pages; ``bad-request``: there
+                is no such pool, or this is no endpoint.
         """
         self._thread.start()
         try:
             self.begin(self.here()).result()
         except KvdError as error:
-            if error.code == Code.LAYOUT_MISMATCH.value:
+            if is_users_to_mend(error):
                 self.close()
                 raise with_section(error, self.pages) from None
             logger.warning("kvd: no handoff is made until the daemon is there: %s", error)

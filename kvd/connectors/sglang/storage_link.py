@@ -142,7 +142,7 @@ class StorageLink:
         """Open the first session for these pages, if there is a daemon.
 
         Raises:
-            KvdError: ``layout-mismatch``: its pool is not for them.
+            KvdError: as ``ConnectorSession.open``.
         """
         with self._lock:
             self._session = ConnectorSession(
@@ -226,6 +226,8 @@ def expected_of(pages: HostPages) -> dict[str, str | int]:
 
 
 def with_section(error: KvdError, pages: HostPages) -> KvdError:
-    """The same, with the pool that would fit."""
+    """The same, with the pool that would fit where it is that which does not."""
+    if error.code != Code.LAYOUT_MISMATCH.value:
+        return error
     told = f"{error}; a pool for these pages:\n{pages.section()}"
     return refused_here(Code.LAYOUT_MISMATCH, told)

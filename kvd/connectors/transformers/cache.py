@@ -100,6 +100,8 @@ class KvdCache(DynamicCache):
         """What its KV is of: what was loaded, and what the model was given since."""
         self.saved_tokens = 0
         """What the node has of it, since it was saved."""
+        self.made_for: object = None
+        """Who counts what is computed into it: no other does."""
         self._given: list[torch.Tensor] = []
         self._prompt_tokens = 0
         self._is_forgotten = False

@@ -87,7 +87,7 @@ class CacheLink:
         """Open the first session, if there is a daemon.
 
         Raises:
-            KvdError: ``layout-mismatch``: its pool is not for this model.
+            KvdError: as ``ConnectorSession.open``.
         """
         with self._lock:
             self._link.open()

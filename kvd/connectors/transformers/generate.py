@@ -23,7 +23,7 @@ import logging
 import os
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import torch
 import transformers
@@ -63,7 +63,7 @@ ONE_BY_ONE: Final = {
     "num_return_sequences": (None, 1),
     "num_beam_groups": (None, 1),
     "use_cache": (None, True),
-    "cache_implementation": (None, "dynamic"),
+    "cache_implementation": (None, "dynamic", "hybrid"),
     "penalty_alpha": (None,),
     "dola_layers": (None,),
     "prompt_lookup_num_tokens": (None,),
@@ -75,7 +75,8 @@ ONE_BY_ONE: Final = {
     "output_attentions": (None, False),
 }
 """What must be so that one sequence is computed, token by token, in the cache that is given, and
-nothing is told of tokens that are not computed."""
+nothing is told of tokens that are not computed. ``hybrid`` stands in Gemma's published settings,
+and means nothing to transformers any more."""
 
 REFUSED: Final = ("assistant_model", "custom_generate", *ARGUMENTS)
 """Arguments of ``generate`` that bring another way, or another cache."""
@@ -94,6 +95,32 @@ AWAY: Final = "the daemon is not there"
 COPY: Final = "it is a copy of the model that node was called with"
 
 LEFT: Final = "its node was left"
+
+
+class _Taken(NamedTuple):
+    """Of which model a node has taken the place of what, by name; None: of its class's."""
+
+    model: PreTrainedModel
+    before: dict[str, Callable[..., Any] | None]
+
+
+_TAKEN: Final[list[_Taken]] = []
+"""By those that are entered now, in that order: one that is left need not be the last."""
+
+
+def _give_back(before: dict[str, Callable[..., Any] | None]) -> None:
+    """The model has it again; or the node has it that took the place of this one since."""
+    at = next(index for index, taken in enumerate(_TAKEN) if taken.before is before)
+    model = _TAKEN.pop(at).model
+    behind = [taken.before for taken in _TAKEN[at:] if taken.model is model]
+    for name, what in before.items():
+        later = next((taken for taken in behind if name in taken), None)
+        if later is not None:
+            later[name] = what
+            continue
+        vars(model).pop(name, None)
+        if what is not None:
+            vars(model)[name] = what
 
 
 def node(
@@ -122,7 +149,8 @@ def node(
 
     Raises:
         KvdError: ``not-supported`` for a model whose cache no pool can hold; ``layout-mismatch``
-            where the daemon's pool is not for it, with the section that is.
+            where the daemon's pool is not for it, with the section that is; ``bad-request`` where
+            there is no such pool, or the endpoint or the name is none.
         ValueError: ``save`` is something else.
     """
     if save not in {"all", "prompt", "none"}:
@@ -215,6 +243,7 @@ class GenerateNode:
         of_instance = vars(self._model)
         self._before = {name: of_instance.pop(name, None) for name in ours}
         of_instance.update(ours)
+        _TAKEN.append(_Taken(self._model, self._before))
         self._hook = self._model.register_forward_pre_hook(self._given, with_kwargs=True)
         if self._link is not None:
             self._link.begin()
@@ -226,10 +255,8 @@ class GenerateNode:
         if self._batches is not None:
             self._batches.end()
         self._is_entered = False
-        for name, before in self._before.items():
-            vars(self._model).pop(name, None)
-            if before is not None:
-                vars(self._model)[name] = before
+        if self._before:
+            _give_back(self._before)
         self._before = {}
         if self._hook is not None:
             self._hook.remove()
@@ -266,6 +293,11 @@ class GenerateNode:
             self._alone(why)
             return plain(inputs, generation_config, *args, **kwargs)
         kwargs[self._link.shape.argument] = cache
+        configs = [self._model.generation_config, *filter(None, [generation_config])]
+        kinds = [config.cache_implementation for config in configs]
+        if "dynamic" in (*kinds, kwargs.get("cache_implementation")):
+            # It is one; but of its name and a cache transformers takes one alone.
+            kwargs["cache_implementation"] = None
         try:
             out = plain(inputs, generation_config, *args, **kwargs)
             if self._save == "all":
@@ -319,6 +351,7 @@ class GenerateNode:
         cache = link.load(ids, named.namespace)
         if cache is None:
             return link.why_away or AWAY, None
+        cache.made_for = self
         self.counts.prompts += 1
         self.counts.prompt_tokens += n_tokens
         self.counts.hit_tokens += cache.n_tokens
@@ -381,7 +414,8 @@ class GenerateNode:
     def _given(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is about to compute: what, into which cache."""
         cache = None if self._link is None else kwargs.get(self._link.shape.argument)
-        if isinstance(cache, KvdCache):
+        # Each node of the model hears of it: counted twice, its KV would be taken for more tokens'.
+        if isinstance(cache, KvdCache) and cache.made_for is self:
             cache.given(args[0] if args else kwargs.get("input_ids"))
 
     def _prepare(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvd.client import KvdError, connect_sync
+from kvd.connectors.transformers import node
 from kvd.connectors.transformers.copies import PageCopies
 from tests.connectors.transformers.world import (
     answered,
@@ -68,3 +69,20 @@ def test_a_pool_of_another_model_is_refused_with_the_section_that_fits() -> None
     assert refused.value.code == "layout-mismatch"
     assert '[pool]\nfamily = "mha"\nlayers = 4' in str(refused.value)
     assert "heads = 2" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ({"pool": "mian"}, "there is no pool 'mian'; there is main"),
+        ({"endpoint": "tcp://127.0.0.1:1"}, "is no client endpoint"),
+        ({"name": "a\nb"}, "a session's name is"),
+    ],
+)
+def test_what_cannot_be_whatever_daemon_comes_is_an_error_at_once(how, what) -> None:
+    model = model_of("llama")
+    with daemon_for(model) as daemon:
+        with pytest.raises(KvdError, match="bad-request") as refused:
+            node(model, **{"endpoint": daemon.client, **how})
+        assert what in str(refused.value)
+        daemon.wait_for(lambda: not daemon.snapshot().clients, "a session is left", 60)

@@ -93,6 +93,25 @@ def test_what_is_asked_by_name_and_masks_nothing_is_served() -> None:
         assert made.counts.hit_tokens == 16
 
 
+@pytest.mark.parametrize("name", ["dynamic", "hybrid"])
+@pytest.mark.parametrize("place", ["argument", "configuration", "model"])
+def test_a_cache_that_is_named_as_it_would_be_anyway_is_served(monkeypatch, name, place) -> None:
+    """``hybrid`` is what the published settings of Gemma 2 and 3 say."""
+    model, ids = model_of("llama"), prompt(40)
+    how = {"max_new_tokens": 4, "do_sample": False}
+    if place == "model":
+        monkeypatch.setattr(model.generation_config, "cache_implementation", name)
+    elif place == "configuration":
+        how = {"generation_config": GenerationConfig(cache_implementation=name, **how)}
+    else:
+        how["cache_implementation"] = name
+    wanted = type(model).generate(model, ids, **how)
+    with daemon_for(model) as daemon, served(model, daemon) as made:
+        for _ in range(2):
+            assert torch.equal(model.generate(ids, **how), wanted)
+        assert (made.counts.hit_tokens, made.counts.alone) == (32, {})
+
+
 def test_training_is_left_alone(alone) -> None:
     model = model_of("llama")
     model.train()
@@ -204,6 +223,43 @@ def test_a_node_is_entered_again_once_it_was_left_and_not_before() -> None:
                     made.__enter__()
         assert made.counts.hit_tokens == 48
         assert model.generate == plain_of(model).func.__get__(model)
+
+
+@pytest.mark.parametrize("left_first", [0, 1, 2])
+def test_nodes_of_a_model_that_are_left_in_any_order_leave_it_as_it_was(left_first) -> None:
+    """While one of them is entered it is served, by the one that was entered last."""
+    model, other = build_model(ARCHITECTURES["llama"], seed=3), model_of("llama")
+    own = model.generate = functools.partial(type(model).generate, model)
+    with node(other, NOWHERE):
+        entered = [node(model, NOWHERE).__enter__() for _ in range(3)]
+        for left in (left_first, 0, 0):
+            entered.pop(left).__exit__()
+            model.generate(IDS, max_new_tokens=1)
+            assert all(made.counts.alone for made in entered[-1:])
+            for made in entered:
+                made.counts.alone.clear()
+    assert vars(model).get("generate") is own
+    assert "init_continuous_batching" not in vars(model)
+    assert "generate" not in vars(other)
+
+
+def test_what_a_model_computes_is_counted_by_one_of_its_nodes() -> None:
+    """Counted twice it was saved as the KV of a prompt whose last tokens stand there twice."""
+    model = model_of("llama")
+    ids = torch.full((1, 200), 37)
+    how = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    wanted = type(model).generate(model, ids, **how)
+    twice = torch.cat([ids, ids[:, 192:], wanted[:, 200:].repeat_interleave(2, dim=1)], dim=1)
+    with daemon_for(model) as daemon, served(model, daemon) as outer:
+        model.generate(ids, max_new_tokens=1)
+        with served(model, daemon) as inner:
+            assert torch.equal(model.generate(ids, **how), wanted)
+            assert inner.counts.saved_tokens == 239 // 16 * 16 - 192
+        for count in (209, 225, 241):
+            longer = twice[:, :count]
+            plain = type(model).generate(model, longer, **how)
+            assert torch.equal(model.generate(longer, **how), plain)
+        assert outer.counts.hit_tokens > 0
 
 
 def test_what_goes_on_behind_the_with_asks_nobody_any_more() -> None:
