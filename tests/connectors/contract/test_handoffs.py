@@ -25,6 +25,7 @@ from tests.connectors.contract.handoffs import HANDOFF_ADAPTERS, SIDES, handoff_
 from tests.connectors.contract.stage import Others
 from tests.connectors.sglang.world import held
 from tests.support.daemons import two_daemons
+from tests.support.seeds import repeatable, seed_range
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -254,21 +255,22 @@ class Faults:
 @pytest.mark.timeout(600)
 def test_faults_in_any_order(pair_of, daemons):
     """One or two of them at any step, and the next prompt behind it, daemon or none."""
-    seed = random.SystemRandom().randrange(2**32)
-    logger.warning("seed %d", seed)
+    drawn = random.SystemRandom().randrange(2**32)
+    seed, _ = seed_range(f"{drawn}:{drawn + 1}")
     rng = random.Random(seed)
     pair = pair_of(is_impatient=True)
     faults = Faults(pair, daemons, rng)
-    for _ in range(ROUNDS):
-        step = rng.choice([*HandoffStep])
-        logger.warning("at %s", step)
-        pair.hand_over(fresh(), Happening(step, faults))
-        faults.mend()
-        pair.hand_over(fresh())
-        for side in SIDES:
-            if not getattr(daemons, side).is_running:
-                _started(getattr(daemons, side))
-    is_well(pair, daemons)
+    with repeatable(seed, __file__, "faults_in_any_order"):
+        for _ in range(ROUNDS):
+            step = rng.choice([*HandoffStep])
+            logger.warning("at %s", step)
+            pair.hand_over(fresh(), Happening(step, faults))
+            faults.mend()
+            pair.hand_over(fresh())
+            for side in SIDES:
+                if not getattr(daemons, side).is_running:
+                    _started(getattr(daemons, side))
+        is_well(pair, daemons)
 
 
 def test_every_case_has_a_test():

@@ -385,6 +385,7 @@ class PlayedDecode(PlayedStep, SchedulerDisaggregationDecodeMixin):
 
     def __init__(self, port, told) -> None:
         super().__init__("decode", port, told)
+        self.is_cached = bool(told.get("radix"))
         self.transferring = self.disagg_decode_transfer_queue = DecodeTransferQueue(
             req_to_metadata_buffer_idx_allocator=self.req_to_metadata_buffer_idx_allocator,
             metadata_buffers=self.disagg_metadata_buffers,
@@ -425,6 +426,8 @@ class PlayedDecode(PlayedStep, SchedulerDisaggregationDecodeMixin):
             request.finished_reason = FINISH_LENGTH(length=1)
             release_kv_cache(request, self.tree_cache, checkpoint=True)
             say(rid=request.rid, over="came", cached=request.kv.cache_protected_len)
+        if self.waiting_queue and not self.is_cached:  # SGLang has a ``ChunkCache`` then
+            self.tree_cache.evict(EvictParams(num_tokens=TOKENS))
         self.waiting_queue.clear()
         if len(self.transferring.queue) < n_before:
             self.spoil_free_pages()
