@@ -18,7 +18,7 @@ from kvd.types import amount
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.config.schema import Config
+    from kvd.config.schema import Config, DiskTierSection, StoreTierSection
 
 __all__ = ["RULES", "over"]
 
@@ -109,7 +109,10 @@ def _page_moves(config: Config) -> Iterator[Breach]:
 )
 def _paced(config: Config) -> Iterator[Breach]:
     """What is under way comes well before its storage process would be ended for it."""
-    sections = {_DISK: config.tiers_disk, _STORE: config.tiers_store}
+    sections: dict[str, DiskTierSection | StoreTierSection] = {
+        _DISK: config.tiers_disk,
+        _STORE: config.tiers_store,
+    }
     for _, name in _places(config):
         section = sections[name]
         if section.max_rate is None:
