@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SEEDS = int(os.environ.get("KVD_TROUBLE_SEEDS", "2"))
-STEPS = 40
+STEPS = 25
 DISK_OBJECTS = 220
 """There is room for so many on the file system; the tier may have more than that:"""
 MOST_OBJECTS = 300
@@ -159,6 +159,7 @@ class Trouble:
         self.frozen.clear()
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_whatever_happens_to_a_disk_what_is_found_belongs_there(tmp_path, small_disk, seed):
     source = random.Random(seed)
