@@ -7,8 +7,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
-from kvd.client import Code, KvdError
-from kvd.connectors.refusals import BROKEN
+from kvd.client import KvdError
+from kvd.connectors.refusals import BROKEN, is_users_to_mend
 from kvd.connectors.vllm.beside import BesideTask, in_thread
 from kvd.connectors.vllm.log import logger
 
@@ -134,7 +134,7 @@ class PoolJoin:
         try:
             self._joined = joining.take()
         except (KvdError, *BROKEN) as error:
-            is_unfit = isinstance(error, KvdError) and error.code == Code.LAYOUT_MISMATCH.value
+            is_unfit = isinstance(error, KvdError) and is_users_to_mend(error)
             self.unfit = str(error) if is_unfit else ""
             self._log.changed(
                 "join",

@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
 
 from kvd.client import Code, KvdError
-from kvd.connectors.refusals import BROKEN, refused_here
+from kvd.connectors.refusals import BROKEN, is_users_to_mend, refused_here
 from kvd.connectors.vllm.beside import BesideTask, in_thread
 
 if TYPE_CHECKING:
@@ -321,7 +321,8 @@ class SessionLife:
         """Open a session as the engine starts; wait for it, but not for a daemon that hangs.
 
         Raises:
-            KvdError: ``layout-mismatch``: the pool does not fit.
+            KvdError: ``layout-mismatch``: the pool does not fit; ``bad-request``: there is no such
+                pool, or this is no endpoint.
         """
         self._open()
         if self._opening is not None:
@@ -419,7 +420,7 @@ class SessionLife:
         try:
             node = opening.take()
         except (KvdError, *BROKEN) as error:
-            is_unfit = isinstance(error, KvdError) and error.code == Code.LAYOUT_MISMATCH.value
+            is_unfit = isinstance(error, KvdError) and is_users_to_mend(error)
             if is_unfit and is_first:
                 raise
             self._not_opened(error, is_unfit=is_unfit)

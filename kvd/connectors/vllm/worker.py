@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvd.client import Code, KvdError, connect_sync, join
 from kvd.client.mover.pending_copy import CopyState
+from kvd.connectors.refusals import is_users_to_mend
 from kvd.connectors.vllm import layout
 from kvd.connectors.vllm.beside import BesideTask, in_thread
 from kvd.connectors.vllm.joined import JoinedPool, PoolJoin
@@ -214,8 +215,9 @@ class WorkerHalf:
             tag: who packs them.
 
         Raises:
-            KvdError: ``layout-mismatch``: they are no pages of the pool. A daemon that is not there
-                is no reason to raise, nor is one that hangs: the pool is looked at when it is.
+            KvdError: ``layout-mismatch``: they are no pages of the pool; ``bad-request``: there is
+                no such pool. A daemon that is not there is no reason to raise, nor is one that
+                hangs: the pool is looked at when it is.
         """
         self._tag = tag
         self._layers = layout.EngineLayers(layers, groups, n_blocks)
@@ -225,7 +227,7 @@ class WorkerHalf:
         try:
             check.take()
         except KvdError as error:
-            if error.code == Code.LAYOUT_MISMATCH.value:
+            if is_users_to_mend(error):
                 raise
 
     def _check(self) -> None:

@@ -466,9 +466,13 @@ def test_a_daemon_that_is_not_there_is_said_once_and_counted(caplog):
     assert half.counts.went_alone == 100
 
 
-def test_a_pool_that_does_not_fit_stops_an_engine_that_starts_and_is_looked_at_again_later(caplog):
+@pytest.mark.parametrize("code", [Code.LAYOUT_MISMATCH, Code.BAD_REQUEST])
+def test_a_pool_that_does_not_fit_stops_an_engine_that_starts_and_is_looked_at_again_later(
+    caplog, code
+):
+    """So does one that is not there, and an endpoint that is none: neither mends itself."""
     caplog.set_level(logging.INFO)
-    clock, answers = [0.0], [refusal(Code.LAYOUT_MISMATCH)]
+    clock, answers = [0.0], [refusal(code)]
 
     def connect():
         if answers[0] is not None:
@@ -479,11 +483,11 @@ def test_a_pool_that_does_not_fit_stops_an_engine_that_starts_and_is_looked_at_a
         half_of(connect, clock)
     answers[0] = refusal(Code.UNREACHABLE)
     half = half_of(connect, clock)
-    answers[0] = refusal(Code.LAYOUT_MISMATCH)
+    answers[0] = refusal(code)
     clock[0] += RETRY_S
     for _ in range(3):
         half.step({})
-    assert "layout-mismatch" in said(caplog)[-1]
+    assert code.value in said(caplog)[-1]
     answers[0] = None
     clock[0] += UNFIT_RETRY_S - 1
     half.step({})
