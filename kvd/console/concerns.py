@@ -37,6 +37,7 @@ from kvd.core.audit.rules import INVARIANTS
 from kvd.core.cache.evictions import SOON_S
 from kvd.core.handoff.parts import ReceivePart
 from kvd.core.handoff.protocol import Decode, Prefill
+from kvd.core.inspect.evicted import thrash_state, thrash_words
 from kvd.core.inspect.quota_states import quota_states
 from kvd.core.inspect.rows import waiting_rows
 from kvd.core.inspect.schema import StateField, client_ref
@@ -460,6 +461,24 @@ def floors(context: Context) -> Iterator[Concern]:
         )
 
 
+def thrash(context: Context) -> Iterator[Concern]:
+    """Engines that evict what is asked for again soon: the pair that did so most, and how many."""
+    pairs = context.node.leases.evictions.thrashing_at(context.now_s)
+    if not pairs:
+        return
+    worst = max(pairs, key=lambda pair: pair.rounds)
+    more = f"; and {counted(len(pairs) - 1, 'more pair')} of engines" if len(pairs) > 1 else ""
+    yield Concern(
+        severity=MEDIUM,
+        kind="cache-thrashing",
+        subject=f"pool:{context.node.leases.pool.name}",
+        evidence=f"{thrash_words(thrash_state(context.node, worst))}{more}",
+        since_s=min([pair.since_s for pair in pairs]),
+        rule=f"what has left the pool is not asked for again within {SOON_S:.0f} s",
+        action="kvd why evicted says what left last, and whom it hurt",
+    )
+
+
 def draining(context: Context) -> Iterator[Concern]:
     """A node that was taken out of service, and may have been forgotten so."""
     drainer = context.node.drainer
@@ -574,6 +593,7 @@ _LOOKS = (
     transfer,
     short_pools,
     floors,
+    thrash,
     peers,
     handoffs,
     waiting,

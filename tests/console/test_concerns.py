@@ -589,6 +589,22 @@ def test_a_floor_that_was_broken_is_told_for_a_minute():
     assert "floor-broken" not in [kind for _, kind, _ in kinds(stage)]
 
 
+def test_engines_that_evict_what_is_asked_for_again_are_told_until_it_is_over():
+    world = World(d_pages=17)
+    stage = Stage(world.d)
+    for _ in range(4):
+        for first in (1000, 2000):
+            tiered.cached(world.d, tokens((first, 16 * 16)))
+            world.pass_time(1)
+    found = next(one for one in concerns(stage.now()) if one.kind == "cache-thrashing")
+
+    assert (found.severity, found.subject) == ("medium", "pool:kv")
+    assert found.evidence.startswith("engine asks for what left for its own pages, ")
+    assert "the pool is smaller than what engine work with" in found.evidence
+    world.pass_time(70, tick_s=10)
+    assert "cache-thrashing" not in [kind for _, kind, _ in kinds(stage)]
+
+
 @pytest.mark.parametrize(("lag_s", "severity"), [(0.1, "low"), (0.5, "medium")])
 def test_a_loop_that_is_late_is_told(lag_s, severity):
     stage = Stage(World().d)

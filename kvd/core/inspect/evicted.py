@@ -36,7 +36,7 @@ def eviction_state(node: NodeView) -> EvictionState:
         hurt_soon=kept.n_soon,
         evicted=tuple([_row(node, left) for left in kept.last_left(ROWS_SHOWN)]),
         missed=tuple([_missed(node, one) for one in islice(reversed(kept.missed), ROWS_SHOWN)]),
-        thrashing=tuple([_thrash(node, pair) for pair in kept.thrashing_at(node.out.at_s)]),
+        thrashing=tuple([thrash_state(node, pair) for pair in kept.thrashing_at(node.out.at_s)]),
     )
 
 
@@ -68,7 +68,8 @@ def _missed(node: NodeView, missed: MissedPrefix) -> MissedAgain:
     )
 
 
-def _thrash(node: NodeView, pair: Thrashing) -> ThrashState:
+def thrash_state(node: NodeView, pair: Thrashing) -> ThrashState:
+    """One pair of engines that does."""
     state = ThrashState(
         needed_by=name_of(node, pair.session),
         hurt=name_of(node, pair.hurt),
@@ -76,7 +77,7 @@ def _thrash(node: NodeView, pair: Thrashing) -> ThrashState:
         since_s=node.out.at_s - pair.since_s,
         last=_missed(node, pair.last),
     )
-    return replace(state, why=_thrash_words(state))
+    return replace(state, why=f"thrashing for {state.since_s:.1f} s: {thrash_words(state)}")
 
 
 def _writer(node: NodeView, left: LeftPrefix) -> str:
@@ -105,15 +106,15 @@ def of_evictions(node: NodeView) -> Explanation:
     return Explanation(sentence, tuple(facts), links_of(*refs))
 
 
-def _thrash_words(pair: ThrashState) -> str:
-    """Both sides, and what to do."""
+def thrash_words(pair: ThrashState) -> str:
+    """Both sides, and what to do; without since when."""
     sides = f"{pair.needed_by} and {pair.hurt}"
     whose = f"{pair.needed_by} needs pages, and {pair.hurt} asks for what left"
     if pair.needed_by == pair.hurt:
         sides, whose = pair.hurt, f"{pair.hurt} asks for what left for its own pages"
     evicted = pair.last.evicted
     return (
-        f"thrashing for {pair.since_s:.1f} s: {whose}, {pair.rounds} times the same prefix within "
+        f"{whose}, {pair.rounds} times the same prefix within "
         f"{SOON_S:.0f} s; last {evicted.pages} pages{_of(evicted.namespace)}: the pool is smaller "
         f"than what {sides} work with"
     )
