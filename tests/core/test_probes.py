@@ -232,4 +232,4 @@ def test_nothing_there_is_no_failure_of_the_tier(n_there):
     (probe,) = asked(d)
     d.feed(inputs.TierProbed(world.now_s, probe.ticket, n_there))
 
-    assert (d.tier.failures, d.tier.word) == (0, "serving")
+    assert (d.tier.health.failures, d.tier.word) == (0, "serving")
