@@ -353,7 +353,8 @@ def test_pin_without_a_node_shows_the_pins(run, daemon, snapshot):
     head, row = run("pin").stdout.splitlines()
 
     assert bare.stdout == "no pins\n"
-    assert head.split() == ["PIN", "OWNER", "NAMESPACE", "TOKENS", "PAGES", "AGE", "ENDS", "IN"]
+    columns = "PIN OWNER NAMESPACE TOKENS PAGES TIER AGE ENDS IN"
+    assert head.split() == columns.split()
     assert row.split()[:6] == ["3", "system", "prompt", "llama", "4096", "256"]
     assert run("pin", "node").exit_code == 2
 

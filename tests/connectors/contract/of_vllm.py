@@ -262,7 +262,7 @@ class VllmEngine(PlayedEngine):
 
     @classmethod
     def with_other_version(cls, endpoint, patch):
-        with connector_module(patch, version="0.26.2") as module:
+        with connector_module(patch, version="0.24.1") as module:
             try:
                 started(module, **{"kvd.endpoint": endpoint}).shutdown()
             except module.Unfit as unfit:

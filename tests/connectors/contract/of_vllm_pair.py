@@ -39,14 +39,14 @@ class VllmPair(PlayedHandoffs):
     waits_for_room = False
 
     def __init__(self, daemons, *, is_impatient=False, unlike=""):
+        if unlike == "pool":
+            pytest.skip("of another kind its pool is refused by its own daemon: test_unlike there")
         self._patch = pytest.MonkeyPatch()
         for place, within_s in {
             **({} if is_impatient else VllmEngine.waits),
             **VllmEngine.hurries,
         }.items():
             self._patch.setattr(place, within_s)
-        if unlike == "pool":
-            pytest.skip("of another kind its pool is refused by its own daemon: test_unlike there")
         self._daemons = daemons
         self._models = dict(zip(SIDES, ("", unlike), strict=True))
         self._numbers = itertools.count(1)
