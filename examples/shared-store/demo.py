@@ -30,6 +30,10 @@ PROMPT = np.arange(1, 1 + 32 * PAGE, dtype=np.int32)
 FILLERS = 10
 """Prompts that take the room of the first, as others do on a node that has work."""
 
+PAUSE_S = 0.3
+"""Between prompts: what is next to be evicted is written ahead, once it is seen, and no eviction
+waits for that."""
+
 
 def started(name: str, directory: Path, store: SeaweedStore) -> DaemonProcess:
     """A node that serves, with the store below its pool."""
@@ -81,6 +85,7 @@ def main() -> None:
             print(f"node a: {found} of {len(PROMPT)} tokens found, the rest computed")
             for number in range(1, FILLERS + 1):
                 request(a, PROMPT + np.int32(100_000 * number))
+                time.sleep(PAUSE_S)
                 a.wait_for(lambda: not a.snapshot().tiers[0].writing, "writes for ever", 60.0)
             print(f"store: {len(store.names())} pages of node a")
             found, took_ms, here = request(b, PROMPT)
