@@ -626,9 +626,9 @@ class Node:
         """Keep what is cached of a prompt, softly: it is the last to be evicted or demoted.
 
         A request that can have no other pages takes these, and the pin is over (``pin-ended``), or
-        goes on in a tier that has all of it (``pin-left-pool``). It
-        ends after ``ttl_s``, by ``unpin``, with this session, with a new epoch of its namespace,
-        and with the daemon: none outlives a restart. ``owner`` is shown: this session, if left out.
+        goes on in a tier that has all of it (``pin-left-pool``). It ends after ``ttl_s``, by
+        ``unpin``, with this session, with a new epoch of its namespace, and with the daemon: none
+        outlives a restart. ``owner`` is shown: this session, if left out.
 
         Raises:
             KvdError: ``bad-request`` where nothing is cached of it, ``no-room`` for a pin too many,

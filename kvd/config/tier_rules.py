@@ -39,18 +39,18 @@ def _without_directory(config: Config) -> Iterator[Breach]:
         yield Breach(f"{_DISK}.size", rule, f"set {_DIRECTORY}, {_LEAVE}")
 
 
-def _places(config: Config) -> Iterator[tuple[str, str]]:
-    """Of each tier the key that says where it is, and its section."""
+def _places(config: Config) -> Iterator[tuple[str, str, DiskTierSection | StoreTierSection]]:
+    """Of each tier the key that says where it is, the name of its section, and that."""
     if config.tiers_disk.directory is not None:
-        yield _DIRECTORY, _DISK
+        yield _DIRECTORY, _DISK, config.tiers_disk
     if config.tiers_store.endpoint is not None:
-        yield _ENDPOINT, _STORE
+        yield _ENDPOINT, _STORE, config.tiers_store
 
 
 @over(_DIRECTORY, _ENDPOINT, "pool.family", "pool.device", "cache.mode")
 def _untiered(config: Config) -> Iterator[Breach]:
     """Storage reads and writes whole pages of host memory."""
-    for place, section in _places(config):
+    for place, section, _ in _places(config):
         leave = f"or remove [{section}]"
         if why := family_of(config.pool).untiered:
             can = among([name for name, row in POOLS.items() if not row.untiered])
@@ -95,12 +95,11 @@ def _page_moves(config: Config) -> Iterator[Breach]:
     if family_of(pool).untiered or missing(pool):
         return
     page_bytes = block_bytes(components(pool), shard_count(pool))
-    moving = {_DISK: config.tiers_disk.max_moving, _STORE: config.tiers_store.max_moving}
-    for _, section in _places(config):
-        if (size_bytes(moving[section]) or 0) < page_bytes:
+    for _, name, section in _places(config):
+        if (size_bytes(section.max_moving) or 0) < page_bytes:
             rule = f"must hold one page of this pool, which takes {amount(page_bytes)}"
             fix = f"give at least {-(-page_bytes // 1024)}KiB"
-            yield Breach(f"{section}.max_moving", rule, fix)
+            yield Breach(f"{name}.max_moving", rule, fix)
 
 
 @over(
@@ -109,12 +108,7 @@ def _page_moves(config: Config) -> Iterator[Breach]:
 )
 def _paced(config: Config) -> Iterator[Breach]:
     """What is under way comes well before its storage process would be ended for it."""
-    sections: dict[str, DiskTierSection | StoreTierSection] = {
-        _DISK: config.tiers_disk,
-        _STORE: config.tiers_store,
-    }
-    for _, name in _places(config):
-        section = sections[name]
+    for _, name, section in _places(config):
         if section.max_rate is None:
             continue
         most = int((size_bytes(section.max_rate) or 0) * section.deadline_s / 2)

@@ -32,6 +32,7 @@ def is_short(error: KvdError) -> bool:
     return error.code in FULL and not was_said_here(error)
 
 
-def is_users_to_mend(error: KvdError) -> bool:
+def is_users_to_mend(error: Exception) -> bool:
     """Whether an engine that begins is told wrong: a daemon that comes later changes nothing."""
-    return error.code in {Code.LAYOUT_MISMATCH.value, Code.BAD_REQUEST.value}
+    told_wrong = {Code.LAYOUT_MISMATCH.value, Code.BAD_REQUEST.value}
+    return isinstance(error, KvdError) and error.code in told_wrong

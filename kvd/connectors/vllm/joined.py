@@ -134,7 +134,7 @@ class PoolJoin:
         try:
             self._joined = joining.take()
         except (KvdError, *BROKEN) as error:
-            is_unfit = isinstance(error, KvdError) and is_users_to_mend(error)
+            is_unfit = is_users_to_mend(error)
             self.unfit = str(error) if is_unfit else ""
             self._log.changed(
                 "join",

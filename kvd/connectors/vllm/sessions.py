@@ -420,7 +420,7 @@ class SessionLife:
         try:
             node = opening.take()
         except (KvdError, *BROKEN) as error:
-            is_unfit = isinstance(error, KvdError) and is_users_to_mend(error)
+            is_unfit = is_users_to_mend(error)
             if is_unfit and is_first:
                 raise
             self._not_opened(error, is_unfit=is_unfit)

@@ -36,7 +36,7 @@ def eviction_state(node: NodeView) -> EvictionState:
         hurt_soon=kept.n_soon,
         evicted=tuple([_row(node, left) for left in kept.last_left(ROWS_SHOWN)]),
         missed=tuple([_missed(node, one) for one in islice(reversed(kept.missed), ROWS_SHOWN)]),
-        thrashing=tuple([thrash_state(node, pair) for pair in kept.thrashing_at(node.out.at_s)]),
+        thrashing=tuple([_told(node, pair) for pair in kept.thrashing_at(node.out.at_s)]),
     )
 
 
@@ -69,14 +69,18 @@ def _missed(node: NodeView, missed: MissedPrefix) -> MissedAgain:
 
 
 def thrash_state(node: NodeView, pair: Thrashing) -> ThrashState:
-    """One pair of engines that does."""
-    state = ThrashState(
+    """One pair of engines that does; ``why`` is left to who tells it."""
+    return ThrashState(
         needed_by=name_of(node, pair.session),
         hurt=name_of(node, pair.hurt),
         rounds=pair.rounds,
         since_s=node.out.at_s - pair.since_s,
         last=_missed(node, pair.last),
     )
+
+
+def _told(node: NodeView, pair: Thrashing) -> ThrashState:
+    state = thrash_state(node, pair)
     return replace(state, why=f"thrashing for {state.since_s:.1f} s: {thrash_words(state)}")
 
 
