@@ -22,6 +22,7 @@ from kvd.types import ID_BYTES
 from tests.daemon.conftest import findings
 from tests.daemon.kv import PAGE, PAGE_BYTES, SHAPE, digest, tokens_of, write
 from tests.support.daemons import Daemon, two_daemons
+from tests.support.disks import small_disk
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -437,23 +438,12 @@ def test_a_directory_that_cannot_be_used_is_told_and_the_daemon_serves(make, tmp
 
 
 def test_a_full_disk_costs_hits_and_nothing_else(make, tmp_path):
-    (tmp_path / "tier").mkdir(mode=0o700)
-    size = f"size={60 * OBJECT_BYTES}"
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"{size},mode=700", "tmpfs", tmp_path / "tier"],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip("this user may mount nothing here")
-    try:
+    with small_disk(tmp_path / "tier", 60 * OBJECT_BYTES):
         tiered = make()
         tiered.fill()
 
         found = [tiered.lease(number) for number in range(N_PROMPTS)]
         tiered.daemon.stop()
-    finally:
-        subprocess.run(["umount", "-l", tmp_path / "tier"], check=True)
 
     assert found.count(PROMPT_TOKENS) > 0
 

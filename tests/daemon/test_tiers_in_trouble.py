@@ -28,6 +28,7 @@ from tests.daemon.test_tiers import (
     settings,
 )
 from tests.support.daemons import Daemon, DaemonFailed
+from tests.support.disks import small_disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,18 +42,10 @@ MOST_OBJECTS = 300
 
 
 @pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
+def disk(tmp_path) -> Iterator[Path]:
     """A file system of its own for the tier."""
-    place = tmp_path / "tier"
-    place.mkdir(mode=0o700)
-    size = f"size={DISK_OBJECTS * OBJECT_BYTES},mode=700"
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", size, "tmpfs", place], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("this user may mount nothing here")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    with small_disk(tmp_path / "tier", DISK_OBJECTS * OBJECT_BYTES) as place:
+        yield place
 
 
 class Trouble:
@@ -161,7 +154,7 @@ class Trouble:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_whatever_happens_to_a_disk_what_is_found_belongs_there(tmp_path, small_disk, seed):
+def test_whatever_happens_to_a_disk_what_is_found_belongs_there(tmp_path, disk, seed):
     source = random.Random(seed)
     size = f"{MOST_OBJECTS * OBJECT_BYTES // 1024}KiB"
     sets = {"tiers.disk.size": size, "tiers.disk.wait_s": "1"}
@@ -169,7 +162,7 @@ def test_whatever_happens_to_a_disk_what_is_found_belongs_there(tmp_path, small_
     tiered.start()
     tiered.fill()
     digests = dict(tiered.digests)
-    trouble = Trouble(tiered, small_disk, source)
+    trouble = Trouble(tiered, disk, source)
     found, longest_s = 0, 0.0
     try:
         for _ in range(STEPS):

@@ -18,6 +18,7 @@ from kvd.storage.orders import ObjectPart, Searched
 from kvd.storage.sizes import object_bytes
 from kvd.transfer.process import TransportDown
 from tests.storage.site import KIB, LAYER_FIRST, PAGE_FIRST, SCALES, key
+from tests.support.disks import small_disk, unmount
 
 SHAPES = {
     "page first": ({"kv": PAGE_FIRST}, (ObjectPart("kv"),)),
@@ -203,22 +204,10 @@ async def test_a_file_that_may_not_grow_is_named_and_leaves_nothing(site):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def disk(tmp_path):
     """A file system with room for ten objects and a little."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    size = f"size={10 * SIZE + 2**16}"
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", size, "tmpfs", path], capture_output=True, check=False
-    )
-    if done.returncode:
-        pytest.skip("this user may mount nothing here")
-    yield path
-    _unmount(path)
-
-
-def _unmount(path) -> None:
-    subprocess.run(["umount", "-l", path], check=True)
+    with small_disk(tmp_path / "disk", 10 * SIZE + 2**16) as place:
+        yield place
 
 
 def _protect(path) -> None:
@@ -227,8 +216,8 @@ def _protect(path) -> None:
     subprocess.run(["mount", "-o", "remount,bind,ro", path], check=True)
 
 
-async def test_a_full_disk_is_named_and_what_lies_there_stays_good(make, small_disk):
-    site = make(directory=small_disk / "tier")
+async def test_a_full_disk_is_named_and_what_lies_there_stays_good(make, disk):
+    site = make(directory=disk / "tier")
     await site.start()
     keys = [key(n) for n in range(16)]
 
@@ -246,14 +235,14 @@ async def test_a_full_disk_is_named_and_what_lies_there_stays_good(make, small_d
     assert again.written == (0, 1)
 
 
-async def test_a_disk_that_may_not_be_written_is_named_and_still_read(make, small_disk):
-    site = make(directory=small_disk / "tier")
+async def test_a_disk_that_may_not_be_written_is_named_and_still_read(make, disk):
+    site = make(directory=disk / "tier")
     await site.start()
     await site.demote([key(1)], [1])
-    _protect(small_disk)
+    _protect(disk)
     demoted = await site.demote([key(2)], [2])
     promoted = await site.promote([key(1)], [3])
-    _unmount(small_disk)
+    unmount(disk)
 
     assert demoted.why == f"{site.directory}: Read-only file system"
     assert promoted.bad == ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import importlib
 import random
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvd.client import connect_sync
 from tests.connectors.contract.cases import Step
@@ -36,11 +36,14 @@ def adapter(name: str) -> type[PlayedEngine]:
     Raises:
         ImportError: what it plays is not here.
     """
-    module, _, kind = ADAPTERS[name].partition(".")
-    found: type[PlayedEngine] = getattr(
-        importlib.import_module(f"tests.connectors.contract.{module}"), kind
-    )
+    found: type[PlayedEngine] = class_at(ADAPTERS[name])
     return found
+
+
+def class_at(place: str) -> Any:
+    """A class by its module here and its name; only now its engine has to be here."""
+    module, _, kind = place.partition(".")
+    return getattr(importlib.import_module(f"tests.connectors.contract.{module}"), kind)
 
 
 LINK_WAITS = {

@@ -7,10 +7,9 @@ nobody should; the suite does the rest.
 from __future__ import annotations
 
 import abc
-import importlib
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from tests.connectors.contract.engine import NOTHING, Happening
+from tests.connectors.contract.engine import NOTHING, Happening, class_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,10 +27,7 @@ def handoff_adapter(name: str) -> type[PlayedHandoffs]:
     Raises:
         ImportError: what it plays is not here.
     """
-    module, _, kind = HANDOFF_ADAPTERS[name].partition(".")
-    found: type[PlayedHandoffs] = getattr(
-        importlib.import_module(f"tests.connectors.contract.{module}"), kind
-    )
+    found: type[PlayedHandoffs] = class_at(HANDOFF_ADAPTERS[name])
     return found
 
 

@@ -10,16 +10,11 @@ from typing import ClassVar
 from tests.connectors.contract.cases import HandoffStep
 from tests.connectors.contract.engine import NOTHING
 from tests.connectors.contract.handoffs import SIDES, HandoffEnd, PlayedHandoffs
-from tests.connectors.sglang.pd_pair import MHA_BYTES, PYTHON, PlayedPair, SGLang
+from tests.connectors.sglang.pd_pair import IMPATIENT, MHA_BYTES, PYTHON, PlayedPair, SGLang
 from tests.connectors.sglang.world import settings_for
 
 if not PYTHON:
     raise ImportError("set KVD_SGLANG_PYTHON to a Python with SGLang 0.5.23")
-
-IMPATIENT = {
-    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "6",
-    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "6",
-}
 
 STOPS = {
     HandoffStep.OFFERED: ("prefill", "offered"),

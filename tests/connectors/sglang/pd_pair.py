@@ -29,6 +29,12 @@ PYTHON = os.environ.get("KVD_SGLANG_PYTHON", "")
 
 WITHIN_S = 120.0
 
+IMPATIENT = {
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "6",
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "6",
+}
+"""Of an engine: what waits for a daemon that is stopped is given up soon."""
+
 MHA_BYTES = 3 * 2 * 2 * 32 * 2 * 16
 """Of a page, as ``pd_engine`` has it; one of latents has as many."""
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import itertools
 import re
-import tempfile
 
 import pytest
 
 from tests.connectors.sglang.pd_pair import (
+    IMPATIENT,
     MHA_BYTES,
     PYTHON,
-    SGLang,
     nodes_for,
     pair_of,
     prompt,
@@ -29,6 +28,7 @@ pytestmark = [
         not PYTHON, reason="set KVD_SGLANG_PYTHON to a Python with SGLang 0.5.23 to run its queues"
     ),
     pytest.mark.timeout(300),
+    pytest.mark.usefixtures("running"),
 ]
 
 _seeds = itertools.count(1000)
@@ -37,36 +37,6 @@ _seeds = itertools.count(1000)
 def fresh():
     """A prompt that nobody has had: all of it is copied, and sent."""
     return prompt(6, next(_seeds))
-
-
-IMPATIENT = {
-    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "6",
-    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "6",
-}
-"""So that what waits for a daemon that is stopped is given up soon."""
-
-
-@pytest.fixture(scope="module")
-def sglang():
-    with tempfile.TemporaryDirectory(prefix="kvd-pd-") as directory:
-        found = SGLang(directory)
-        yield found
-        found.close()
-
-
-@pytest.fixture(scope="module")
-def nodes():
-    with nodes_for(MHA_BYTES) as found:
-        yield found
-
-
-@pytest.fixture(autouse=True)
-def running(nodes):
-    """What a test before this one has left."""
-    for daemon in (nodes.prefill, nodes.decode):
-        if not daemon.is_running:
-            daemon.start()
-            daemon.wait_ready()
 
 
 @pytest.fixture

@@ -8,11 +8,10 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import tempfile
 
 import pytest
 
-from tests.connectors.sglang.pd_pair import MHA_BYTES, PYTHON, SGLang, nodes_for, pair_of, prompt
+from tests.connectors.sglang.pd_pair import PYTHON, pair_of, prompt
 from tests.support.daemons import free_port
 
 pytestmark = [
@@ -20,6 +19,7 @@ pytestmark = [
         not PYTHON, reason="set KVD_SGLANG_PYTHON to a Python with SGLang 0.5.23 to run its queues"
     ),
     pytest.mark.timeout(300),
+    pytest.mark.usefixtures("running"),
 ]
 
 _seeds = itertools.count(3000)
@@ -28,29 +28,6 @@ TWO = {"tp": 2}
 
 def fresh():
     return prompt(6, next(_seeds))
-
-
-@pytest.fixture(scope="module")
-def sglang():
-    with tempfile.TemporaryDirectory(prefix="kvd-pd-") as directory:
-        found = SGLang(directory)
-        yield found
-        found.close()
-
-
-@pytest.fixture(scope="module")
-def nodes():
-    with nodes_for(MHA_BYTES) as found:
-        yield found
-
-
-@pytest.fixture(autouse=True)
-def running(nodes):
-    """What a test before this one has left."""
-    for daemon in (nodes.prefill, nodes.decode):
-        if not daemon.is_running:
-            daemon.start()
-            daemon.wait_ready()
 
 
 @pytest.fixture
