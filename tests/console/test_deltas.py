@@ -149,4 +149,4 @@ def test_whatever_is_asked_and_happens_deltas_add_up_to_the_whole(family):
         if rng.random() < 0.3:
             screens[rng.randrange(len(screens))] = console.any_query()
         console.look(*rng.sample(screens, rng.randrange(1, 9)))
-    assert console.checked > 20
+    assert console.checked > 5, "a walk that looks at next to nothing shows nothing"
