@@ -238,7 +238,11 @@ class RemovedObjects:
     ) -> None:
         """All objects of a namespace, or so many that were none."""
         if n_objects:
-            self.dropped.append(DroppedObjects(why, namespace, n_objects, at_s, detail))
+            self.dropped.append(
+                DroppedObjects(
+                    why=why, namespace=namespace, n_objects=n_objects, at_s=at_s, detail=detail
+                )
+            )
 
     def _begin(self, why: str, hurt: str, needed_by: str, at_s: float) -> Removal:
         number = next(reversed(self.removals)) + 1 if self.removals else 1
