@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from kvd.wire.snapshot import TierState
+    from kvd.wire.snapshot import ThrashState, TierState
 
 
 @click.command()
@@ -29,10 +29,11 @@ def tiers_command(target: Target, form: str) -> None:
     """Show what lies in each tier below the pool, what moves, and what came of it."""
     shot = snapshot(target)
     quotas = [quota for quota in shot.quotas if quota.place != IN_POOL]
-    render.answer(form, shot.tiers, render.with_quotas(tiers(shot.tiers), quotas))
+    table = tiers(shot.tiers, shot.evictions.thrashing)
+    render.answer(form, shot.tiers, render.with_quotas(table, quotas))
 
 
-def tiers(states: tuple[TierState, ...]) -> RenderableType:
+def tiers(states: tuple[TierState, ...], thrashing: tuple[ThrashState, ...] = ()) -> RenderableType:
     """What lies in each, and what was found there; below it what was moved, and what failed."""
     if not states:
         return render.nothing("tiers")
@@ -47,9 +48,15 @@ def tiers(states: tuple[TierState, ...]) -> RenderableType:
             str(tier.hits),
             str(tier.waits),
             str(tier.bad),
-            prose="\n".join(_prose(tier)),
+            prose="\n".join([*_thrash(tier, thrashing), *_prose(tier)]),
         )
     return out
+
+
+def _thrash(tier: TierState, thrashing: tuple[ThrashState, ...]) -> Iterator[str]:
+    for pair in thrashing:
+        if pair.place == tier.tier:
+            yield f"{pair.why}: kvd why evicted"
 
 
 def _prose(tier: TierState) -> Iterator[str]:
@@ -72,6 +79,8 @@ def _prose(tier: TierState) -> Iterator[str]:
         f"left the pool unwritten {tier.evicted_unwritten}, removed as the oldest "
         f"{tier.dropped}, could not be written {tier.unwritten}"
     )
+    if tier.missed:
+        yield f"asked for again after that {tier.missed}, soon {tier.missed_soon}"
     troubles = {
         "waited too long": tier.late,
         "found no room in the pool": tier.no_room,

@@ -39,6 +39,7 @@ from kvd.core.handoff.parts import ReceivePart
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.inspect.evicted import thrash_state, thrash_words
 from kvd.core.inspect.quota_states import quota_states
+from kvd.core.inspect.removed import tier_thrash_words
 from kvd.core.inspect.rows import waiting_rows
 from kvd.core.inspect.schema import StateField, client_ref
 from kvd.core.inspect.words import SHORT, asked_word, asker_name, epochs_words, is_short
@@ -479,6 +480,29 @@ def thrash(context: Context) -> Iterator[Concern]:
     )
 
 
+def tier_thrash(context: Context) -> Iterator[Concern]:
+    """Namespaces whose writes push out of a disk what is asked for again: the worst pair."""
+    node = context.node
+    for tier in node.tiers.each:
+        pairs = tier.index.removed.thrashing_at(context.now_s)
+        if not pairs:
+            continue
+        worst = max(pairs, key=lambda pair: pair.n_objects)
+        more = f"; and {counted(len(pairs) - 1, 'more pair')} of namespaces" if pairs[1:] else ""
+        yield Concern(
+            severity=MEDIUM,
+            kind="cache-thrashing",
+            subject=f"pool:{node.leases.pool.name}",
+            evidence=f"tier {tier.name}: "
+            f"{tier_thrash_words(tier, worst, node.leases.page_size)}{more}",
+            since_s=min([pair.since_s for pair in pairs]),
+            rule="what was removed from a tier is not asked for again before as much as it holds "
+            "has gone",
+            action="kvd why evicted says what left last, and whom it hurt",
+            apart=f"tier:{tier.name}",
+        )
+
+
 def draining(context: Context) -> Iterator[Concern]:
     """A node that was taken out of service, and may have been forgotten so."""
     drainer = context.node.drainer
@@ -594,6 +618,7 @@ _LOOKS = (
     short_pools,
     floors,
     thrash,
+    tier_thrash,
     peers,
     handoffs,
     waiting,

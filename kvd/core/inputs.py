@@ -438,6 +438,10 @@ class TierReady(TimedInput, frozen=True, tag="TierReady"):
 
     tier: str
     generation: int
+    n_removed: int = 0
+    """Of what lay there, so much was no object of this pool."""
+    removed_why: str = ""
+    """Of the first of these."""
 
 
 class Demoted(TimedInput, frozen=True, tag="Demoted"):

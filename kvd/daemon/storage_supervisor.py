@@ -97,8 +97,16 @@ class StorageSupervisor:
                 self._reactor.feed(
                     inputs.TierFound(at_s=now_s, tier=tier, namespace=namespace, keys=keys)
                 )
-            case Searched(tier):
-                self._reactor.feed(inputs.TierReady(now_s, tier, self._generation))
+            case Searched(tier, n_removed, why):
+                self._reactor.feed(
+                    inputs.TierReady(
+                        at_s=now_s,
+                        tier=tier,
+                        generation=self._generation,
+                        n_removed=n_removed,
+                        removed_why=why,
+                    )
+                )
         if self._found:
             asyncio.get_running_loop().call_soon(self._tell)
 

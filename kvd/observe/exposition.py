@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from kvd.observe.metrics import Counter
+from kvd.wire.snapshot import IN_POOL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
     from kvd.observe.metrics import Histogram, Histograms, Labels, Metrics
-    from kvd.wire.snapshot import PeerState, PoolState, QuotaState, Snapshot, TierState
+    from kvd.wire.snapshot import PeerState, PoolState, QuotaState, Snapshot, ThrashState, TierState
 
 Values = TypeVar("Values", bound="Labels")
 
@@ -86,6 +87,7 @@ class Exposition:
         yield from _of_peers(node.peers)
         if node.tiers:
             yield from _of_tiers(node.tiers)
+            yield from _of_tier_thrash(node.tiers, node.evictions.thrashing)
         if node.quotas:
             yield from _of_quotas(node.quotas)
         yield from _of_node(node)
@@ -283,6 +285,20 @@ def _of_tiers(tiers: tuple[TierState, ...]) -> Iterator[Metric]:
     yield total("kvd_tier_failed_orders", failed, by(_tier_failures), ("tier", "outcome"))
 
 
+def _of_tier_thrash(
+    tiers: tuple[TierState, ...], thrashing: tuple[ThrashState, ...]
+) -> Iterator[Metric]:
+    """Of what was removed there for want of room what is asked for again."""
+    missed = {(tier.tier, "any"): float(tier.missed) for tier in tiers}
+    missed |= {(tier.tier, "soon"): float(tier.missed_soon) for tier in tiers}
+    what = "Pages that requests asked for after they had been removed from the tier."
+    yield total("kvd_tier_missed_removed", what, missed, ("tier", "within"))
+    places = [pair.place for pair in thrashing]
+    found = {(tier.tier,): float(places.count(tier.tier)) for tier in tiers}
+    what = "Pairs of namespaces of which one pushes out of the tier what is asked for again soon."
+    yield gauge("kvd_tier_thrashing", what, found, ("tier",))
+
+
 def _of_quotas(quotas: tuple[QuotaState, ...]) -> Iterator[Metric]:
     """What namespaces have beside their quotas: as many labels as are configured."""
 
@@ -376,7 +392,8 @@ def _of_node(node: Snapshot) -> Iterator[Metric]:
     what = "Requests that found gone what was evicted or flushed before."
     yield total("kvd_missed_evicted", what, missed, ("within",))
     thrashing = "Pairs of engines of which one evicts what the other asks for again soon."
-    yield gauge("kvd_thrashing", thrashing, len(node.evictions.thrashing))
+    pairs = [pair for pair in node.evictions.thrashing if pair.place == IN_POOL]
+    yield gauge("kvd_thrashing", thrashing, len(pairs))
     pages = sum([pin.pages for pin in node.pins])
     yield gauge("kvd_pin_pages", "Cached pages that pins keep, softly.", pages)
     what = "Pins that ended because a request had no other pages."

@@ -49,6 +49,8 @@ class CacheThrashing(NumberedEvent, frozen=True, kw_only=True, tag="cache-thrash
     namespace: str
     pages: int
     after_s: float
+    tier: str = ""
+    """Where they were removed from, ``need`` says for what; empty: they left the pool."""
 
 
 class FloorBroken(NumberedEvent, frozen=True, kw_only=True, tag="floor-broken"):

@@ -413,6 +413,10 @@ class TierState(msgspec.Struct, frozen=True):
     probe_hits: int = 0
     unasked: int = 0
     """Prompts that were not asked for: they were not there a moment ago, or were flushed."""
+    missed: int = 0
+    """Objects that were removed and asked for again; ``missed_soon`` before as much as the tier
+    holds had gone, and within an hour."""
+    missed_soon: int = 0
 
 
 IN_POOL: Final = "pool"
@@ -491,6 +495,11 @@ class ThrashState(msgspec.Struct, frozen=True):
     since_s: float
     last: MissedAgain
     why: str = ""
+    place: str = "pool"
+    """Or the name of a tier: there both are namespaces, the one that writes and the one that loses.
+    """
+    tokens: int = 0
+    """Of a tier: so many were missed since it began."""
 
 
 class EvictionState(msgspec.Struct, frozen=True):

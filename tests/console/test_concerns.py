@@ -605,6 +605,24 @@ def test_engines_that_evict_what_is_asked_for_again_are_told_until_it_is_over():
     assert "cache-thrashing" not in [kind for _, kind, _ in kinds(stage)]
 
 
+def test_a_disk_that_pushes_out_what_is_asked_for_again_is_told_with_both_sides():
+    world = tiered.TieredWorld(d_pages=17, tier=tiered.disk(objects=24, moving=8))
+    stage = Stage(world.d)
+    for first in range(1000, 4000, 1000):
+        tiered.cached(world.d, tokens((1, 64)), "chat")
+        tiered.cached(world.d, tokens((500, 64)), "chat")
+        for number in range(first, first + 14):
+            tiered.cached(world.d, tokens((100 * number, 64)), "batch")
+            world.pass_time(0.1)
+    tiered.cached(world.d, tokens((1, 64)), "chat")
+    found = next(one for one in concerns(stage.now()) if one.apart == "tier:disk")
+
+    assert (found.kind, found.severity, found.subject) == ("cache-thrashing", "medium", "pool:kv")
+    assert found.evidence.startswith(
+        "tier disk: writes of batch push out what chat asks for again: 5 requests missed"
+    )
+
+
 @pytest.mark.parametrize(("lag_s", "severity"), [(0.1, "low"), (0.5, "medium")])
 def test_a_loop_that_is_late_is_told(lag_s, severity):
     stage = Stage(World().d)

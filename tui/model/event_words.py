@@ -103,8 +103,8 @@ _WORDS: dict[str, str] = {
     "quarantine-ended": "lease {lease}: {pages} pages free after {age_s}: {proof}",
     "evicted": "{pages} pages[ of {component}][ in {nodes} nodes][: {reason}]",
     "cache-thrashing": (
-        "client {hurt} missed {pages} pages that went for client {session}[ ({need})]"
-        "[ of {namespace}][, {after_s} later, and not for the first time]"
+        "client {hurt} missed {pages} pages that went[ from tier {tier}][ for client {session}]"
+        "[ ({need})][ of {namespace}][, {after_s} later, and not for the first time]"
     ),
     "floor-broken": (
         "{taken_pages} pages of the floor of {namespace} went for client {session}[ ({need})]"

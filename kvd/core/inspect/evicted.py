@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from kvd.core.cache.evictions import FLUSH, OPERATOR, SOON_S
+from kvd.core.cache.left_prefix import QuotaReason
 from kvd.core.cache.namespaces import told
 from kvd.core.inspect.explanation import Explanation, links_of
 from kvd.core.inspect.quota_states import out_of_turn
+from kvd.core.inspect.removed import (
+    became_words,
+    last_removal_words,
+    removed_facts,
+    tier_thrash_states,
+)
 from kvd.core.leases.owners import name_of
 from kvd.wire.snapshot import EvictedPrefix, EvictionState, MissedAgain, ThrashState
 
@@ -36,7 +43,10 @@ def eviction_state(node: NodeView) -> EvictionState:
         hurt_soon=kept.n_soon,
         evicted=tuple([_row(node, left) for left in kept.last_left(ROWS_SHOWN)]),
         missed=tuple([_missed(node, one) for one in islice(reversed(kept.missed), ROWS_SHOWN)]),
-        thrashing=tuple([_told(node, pair) for pair in kept.thrashing_at(node.out.at_s)]),
+        thrashing=(
+            *[_told(node, pair) for pair in kept.thrashing_at(node.out.at_s)],
+            *[pair for tier in node.tiers.each for pair in tier_thrash_states(node, tier)],
+        ),
     )
 
 
@@ -55,7 +65,7 @@ def _row(node: NodeView, left: LeftPrefix) -> EvictedPrefix:
         tier=left.tier,
         ago_s=now_s - left.at_s,
         unused_s=left.at_s - left.touched_at,
-        because=out_of_turn(left),
+        because=out_of_turn(QuotaReason(left.quota, left.limit_pages, left.beyond_pages)),
     )
 
 
@@ -94,17 +104,20 @@ def _writer(node: NodeView, left: LeftPrefix) -> str:
 def of_evictions(node: NodeView) -> Explanation:
     """The whole record in a sentence, then who thrashes, who was hurt, and what left last."""
     kept, state = node.leases.evictions, eviction_state(node)
-    if not kept.n_left:
-        return Explanation("nothing was evicted or flushed since this daemon began")
-    sentence = (
-        f"{node.leases.evicted_pages} pages were evicted since this daemon began; {kept.n_left} "
-        f"prefixes have left the pool, {kept.n_hurt} were asked for again by a request that found "
-        f"them gone, {kept.n_soon} of these within {SOON_S:.0f} s"
-    )
+    sentence = "nothing was evicted or flushed since this daemon began"
+    if kept.n_left:
+        sentence = (
+            f"{node.leases.evicted_pages} pages were evicted since this daemon began; "
+            f"{kept.n_left} prefixes have left the pool, {kept.n_hurt} were asked for again by a "
+            f"request that found them gone, {kept.n_soon} of these within {SOON_S:.0f} s"
+        )
+    below = last_removal_words(node)
+    sentence += f"; {below}" if below else ""
     facts = [pair.why for pair in state.thrashing]
     facts += [_missed_words(row) for row in state.missed]
     last = kept.last_left()
     facts += [_left_words(node, left) for left in last[:ROWS_SHOWN]]
+    facts += removed_facts(node)
     clients = Counter(left.session for left in last if left.session)
     refs = [f"client:{number}" for number, _ in clients.most_common(ROWS_SHOWN)]
     return Explanation(sentence, tuple(facts), links_of(*refs))
@@ -150,11 +163,10 @@ def _for(left: EvictedPrefix) -> str:
 
 def _left_words(node: NodeView, kept: LeftPrefix) -> str:
     left = _row(node, kept)
-    became = f"tier {left.tier} has it" if left.tier else "dropped"
     return (
         f"{left.ago_s:.1f} s ago {_span(left)} left, {left.pages} pages, written by {left.wrote}, "
         f"for {_for(left)}; hits: {left.hits}, unused for {left.unused_s:.1f} s: "
-        f"{left.because or f'{node.settings.policy.value} chose it'}; {became}"
+        f"{left.because or f'{node.settings.policy.value} chose it'}; {became_words(node, kept)}"
     )
 
 

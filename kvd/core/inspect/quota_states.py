@@ -14,7 +14,7 @@ from kvd.wire.snapshot import IN_POOL, QuotaState
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvd.core.cache.left_prefix import LeftPrefix
+    from kvd.core.cache.left_prefix import QuotaReason
     from kvd.core.cache.quotas import QuotaShare
     from kvd.core.inspect.view import NodeView
 
@@ -70,14 +70,15 @@ def _words(share: QuotaShare, now_s: float) -> str:
     return ""
 
 
-def out_of_turn(left: LeftPrefix) -> str:
+def out_of_turn(reason: QuotaReason) -> str:
     """Why a prefix went out of its turn; empty where it did not."""
-    name = repr(left.quota) if left.quota else NO_NAMESPACE
-    if left.beyond_pages > 0:
-        return f"{name} was over its ceiling of {left.limit_pages} pages by {left.beyond_pages}"
-    if left.beyond_pages < 0:
+    name = repr(reason.namespace) if reason.namespace else NO_NAMESPACE
+    beyond_pages = reason.beyond_pages
+    if beyond_pages > 0:
+        return f"{name} was over its ceiling of {reason.limit_pages} pages by {beyond_pages}"
+    if beyond_pages < 0:
         return (
-            f"{-left.beyond_pages} pages were of the floor of {name}, {left.limit_pages}: nothing "
+            f"{-beyond_pages} pages were of the floor of {name}, {reason.limit_pages}: nothing "
             "else could be evicted"
         )
     return ""

@@ -148,6 +148,8 @@ def tier_state(node: NodeView, tier: StorageTier) -> TierState:
         probes=counts.probes,
         probe_hits=counts.probe_hits,
         unasked=counts.unasked,
+        missed=tier.index.removed.n_missed,
+        missed_soon=tier.index.removed.n_missed_soon,
     )
 
 

@@ -25,7 +25,7 @@ Invariants: null + free + held + cached + quarantined = total (I1); no page in t
 from __future__ import annotations
 
 from operator import add, neg
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -68,6 +68,13 @@ RECEIVED: Final = "received"
 """Why lent pages came back of whose end the engine hears anyway."""
 
 
+class MissedBelow(Protocol):
+    """What lies below the pool."""
+
+    def missed(self, claim: Claim, anchor: RadixNode) -> None:
+        """Nothing behind ``anchor`` of an engine's prompt is in the pool."""
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class LeaseTable:
     """Pages, tree and leases of one pool, moved together or not at all."""
@@ -90,6 +97,8 @@ class LeaseTable:
         self.tree = RadixTree(spec.match_page_tokens, order, self.moved)
         self.components = AllComponentPages(spec, self.tree, out)
         self.evictions = Evictions(is_single=not self.components.each)
+        self.below: MissedBelow | None = None
+        """Who asks what a prompt misses whether it lay in a tier."""
         self.saved: SavedArea = SavedArea(spec, self, out)
         self.page_size = component.page_size
         self.promises = Promises(self.pool, self.tree, self.components, self.page_size)
@@ -304,6 +313,8 @@ class LeaseTable:
             why, mark = self.evictions.why_missed(claim.tokens, root, anchor, size)
             if mark and claim.session:
                 self.evictions.hurt(mark, anchor, claim.session, at_s)
+            if self.below is not None and claim.session and claim.cache:
+                self.below.missed(claim, anchor)
         lease_events.tell_opened(self._out, lease, n_own, n_prompt, missed, why)
         return lease
 

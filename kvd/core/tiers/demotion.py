@@ -189,6 +189,7 @@ class Demoter:
         for node, key, namespace in nodes:
             if key and index.has(namespace, key):
                 in_tier.setdefault(node.id, self.tier.name)
+                self.tier.note_left(node.id, key)
             elif self.wants(node):
                 self.tier.counts.evicted_unwritten += len(node.pages) // ID_BYTES
 
@@ -312,7 +313,8 @@ class Demoter:
         lease = leases.add_lease(claim, node, leases.tree.path_pages(node), 0)
         move = NodeDemotion(tier, lease, namespace, before, keys, places)
         # Before the order, so that the tier has room for it.
-        for name, gone in tier.index.reserve(len(places)).items():
+        needed_by = None if tier.settings.is_shared else namespace
+        for name, gone in tier.index.reserve(len(places), needed_by, self._out.at_s).items():
             tier.counts.dropped += len(gone)
             self._moves.drop(tier, name, gone)
         ids = node.pages

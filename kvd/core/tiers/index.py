@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.quotas import QuotaShare, share_of
+from kvd.core.tiers.removed import RemovedObjects, side_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -81,6 +82,7 @@ class TierIndex:
         "_share",
         "capacity",
         "n_objects",
+        "removed",
         "reserved",
         "rest",
     )
@@ -89,6 +91,7 @@ class TierIndex:
         self.capacity = capacity
         """So many objects at most, those that are being written among them."""
         self.n_objects = 0
+        self.removed = RemovedObjects(capacity)
         self.reserved = 0
         """Of objects that were ordered and are not said to be there yet."""
         self._by_namespace: dict[str, dict[bytes, TierObject]] = {}
@@ -251,23 +254,30 @@ class TierIndex:
         self.n_objects = self.reserved = 0
         self.share_out([share.quota for share in self.shares if share.quota is not None])
 
-    def reserve(self, n_objects: int) -> dict[str, list[bytes]]:
-        """Keep room for so many that will be written; what goes for them, by namespace.
+    def reserve(
+        self, n_objects: int, needed_by: str | None = None, at_s: float = 0.0
+    ) -> dict[str, list[bytes]]:
+        """Keep room for so many that will be written; what goes for them, as ``shrink``.
 
         No more than ``capacity`` may be kept together; ``release`` gives it back.
         """
         self.reserved += n_objects
-        return self.shrink()
+        return self.shrink(needed_by, at_s)
 
     def release(self, n_objects: int) -> None:
         """So many are written, and are added next, or never will be."""
         self.reserved -= n_objects
 
-    def shrink(self) -> dict[str, list[bytes]]:
-        """What is beyond the bound goes; by namespace, in the order of going."""
+    def shrink(self, needed_by: str | None = None, at_s: float = 0.0) -> dict[str, list[bytes]]:
+        """What is beyond the bound goes; by namespace, in the order of going.
+
+        ``needed_by``: the namespace whose writes need the room, for ``removed``; None: what goes
+        is not entered there.
+        """
         gone: dict[str, list[bytes]] = {}
         if self.n_objects + self.reserved <= self.capacity:
             return gone
+        side = "" if needed_by is None else side_of(needed_by, self.share_of(needed_by))
         shares = self.shares
         fronts: list[tuple[int, LastObject, int]] = []
         for number in range(len(shares)):
@@ -275,8 +285,11 @@ class TierIndex:
         while fronts and self.n_objects + self.reserved > self.capacity:
             turn, (_, key, namespace), number = heappop(fronts)
             share = shares[number]
-            share.going(turn, 1)
+            reason = share.going(turn, 1)
             heappop(share.last)
+            if needed_by is not None:
+                hurt = side_of(namespace, share)
+                self.removed.pushed_out(key, hurt, side, reason, at_s)
             self._remove(namespace, self._by_namespace[namespace], key)
             gone.setdefault(namespace, []).append(key)
             self._put_front(fronts, shares, number)

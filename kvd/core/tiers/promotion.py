@@ -35,6 +35,7 @@ from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.tiers.keys import next_key
 from kvd.core.tiers.moves import TierMove, joined
 from kvd.core.tiers.probes import Probes, TierProbe
+from kvd.core.tiers.removed import BAD, side_of
 from kvd.errors import Refusal
 from kvd.types import ID_BYTES, NO_TOKENS, Tokens
 from kvd.wire import events
@@ -389,6 +390,9 @@ class Promotions:
         n_good = min([at for at in got.bad if 0 <= at < len(move.keys)], default=len(move.keys))
         gone = index.forget(move.namespace, move.keys[n_good:])
         self._moves.drop(tier, move.namespace, gone)
+        if not tier.settings.is_shared:
+            side = side_of(move.namespace, index.share_of(move.namespace))
+            index.removed.went(BAD, gone, side, self._out.at_s)
         # Used now, as far as they were not dropped for the bound meanwhile.
         there = move.keys[: index.leading(move.namespace, move.keys[:n_good])]
         index.add(move.namespace, there, move.before)

@@ -14,10 +14,12 @@ What must not live here: leases and pages (``demotion``, ``promotion``).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import mypyc_attr
 
+from kvd.core.cache.evictions import MOST_LEFT
 from kvd.core.tiers.index import TierIndex
 from kvd.wire import events
 
@@ -137,6 +139,7 @@ class StorageTier:
         "generation",
         "health",
         "index",
+        "left",
         "name",
         "read_rate",
         "settings",
@@ -150,6 +153,9 @@ class StorageTier:
         n_objects = max(1, settings.capacity_bytes // settings.object_bytes)
         self.index = TierIndex(n_objects, settings.quotas)
         self.counts = TierCounts()
+        self.left: OrderedDict[int, bytes] = OrderedDict()
+        """By the number of a node that has left the pool, the key of its last page, which lay here
+        then; of the last ones."""
         self.generation = 0
         """Of the storage process that serves it; 0: none does."""
         self.down_why = ""
@@ -201,6 +207,12 @@ class StorageTier:
         if not self.read_rate:
             return 0.0
         return 1000.0 * n_objects * self.settings.object_bytes / self.read_rate
+
+    def note_left(self, node: int, key: bytes) -> None:
+        """A node has left the pool, and its last page lies here."""
+        self.left[node] = key
+        if len(self.left) > MOST_LEFT:
+            self.left.popitem(last=False)
 
     # ---- how an order went -------------------------------------------------------------------
 

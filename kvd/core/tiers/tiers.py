@@ -11,27 +11,31 @@ What must not live here: what one order is (``demotion``, ``promotion``).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import mypyc_attr
 
 from kvd.core import effects
-from kvd.core.cache.namespaces import keys_meant
+from kvd.core.cache.namespaces import NO_NAMESPACE, keys_meant
 from kvd.core.cache.quiet_locks import QuietLocks
 from kvd.core.settings import CacheMode
 from kvd.core.tiers.at_stop import StopDemotion, hottest_first
 from kvd.core.tiers.demotion import Demoter, NodeDemotion
-from kvd.core.tiers.keys import each_key
+from kvd.core.tiers.keys import each_key, next_key
 from kvd.core.tiers.moves import TierMoves
 from kvd.core.tiers.node_keys import KeysAtNodes
 from kvd.core.tiers.pins import TierPins
 from kvd.core.tiers.promotion import PagePromotion, Promotions
+from kvd.core.tiers.removed import BEYOND, EPOCH, FLUSH, FOREIGN, MissedObjects, Removal, side_of
 from kvd.core.tiers.tier import StorageTier
+from kvd.types import ID_BYTES
 from kvd.wire import events
+from kvd.wire.cache_events import CacheThrashing
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
+    from kvd.core.cache.lease import Claim
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.inputs import Demoted, Promoted, StorageGone, TierFound, TierProbed, TierReady
     from kvd.core.layout.quota import Quota
@@ -40,6 +44,9 @@ if TYPE_CHECKING:
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
     from kvd.core.settings import Settings
+
+MOST_ASKED: Final = 1024
+"""Pages of a prompt that are looked for among those that were removed: a millisecond."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -74,6 +81,7 @@ class Tiers:
         """What is still written when the node has left, and its pool ends with it."""
         if self.each:
             leases.tree.components.append(self)
+            leases.below = self
 
     def named(self, name: str) -> StorageTier | None:
         """The tier of that name."""
@@ -97,6 +105,72 @@ class Tiers:
             for demoter in self.demoters:
                 demoter.evicted(left)
 
+    # ---- told by the leases ------------------------------------------------------------------
+
+    def missed(self, claim: Claim, anchor: RadixNode) -> None:
+        """An engine's prompt goes on behind ``anchor``, and nothing of that is in the pool."""
+        tokens, start = claim.tokens, anchor.end_tokens * ID_BYTES
+        page = tokens[start : start + self._leases.tree.match_page_tokens * ID_BYTES]
+        # There is more of it, which this lease may not take.
+        if claim.lent is not None or page in anchor.children:
+            return
+        for tier in self.each:
+            index = tier.index
+            side = side_of(claim.namespace, index.share_of(claim.namespace))
+            if not tier.settings.is_shared and index.removed.has_hurt(side):
+                self._missed_in(tier, claim, anchor)
+
+    def _missed_in(self, tier: StorageTier, claim: Claim, anchor: RadixNode) -> None:
+        """The request is hurt by what of it was removed from that tier."""
+        page_size, removed = self._leases.tree.match_page_tokens, tier.index.removed
+        start, found = self._asked_in(tier, claim, anchor)
+        for removals in found.values():
+            missed = MissedObjects(
+                removal=removals[0],
+                namespace=claim.namespace,
+                session=claim.session,
+                start_tokens=start * page_size,
+                n_objects=len(removals),
+                at_s=self._out.at_s,
+            )
+            began = removed.hurt(missed)
+            if began is not None:
+                self._out.emit(
+                    CacheThrashing(
+                        session=0,
+                        hurt=claim.session,
+                        writer=0,
+                        need=f"writes of {began.needed_by or NO_NAMESPACE}",
+                        namespace=began.hurt,
+                        pages=missed.n_objects,
+                        after_s=missed.at_s - missed.removal.at_s,
+                        tier=tier.name,
+                    )
+                )
+
+    def _asked_in(
+        self, tier: StorageTier, claim: Claim, anchor: RadixNode
+    ) -> tuple[int, dict[str, list[Removal]]]:
+        """The first page that is in no tier, and the removals of it and of those behind it.
+
+        By whose writes they went; none where the first one did not leave that tier lately.
+        """
+        tokens, namespace, index = claim.tokens, claim.namespace, tier.index
+        page_bytes = self._leases.tree.match_page_tokens * ID_BYTES
+        key, first = self.keys.end_of(anchor), -1
+        found: dict[str, list[Removal]] = {}
+        end = min(len(tokens), anchor.end_tokens * ID_BYTES + MOST_ASKED * page_bytes)
+        for at in range(anchor.end_tokens * ID_BYTES, end - page_bytes + 1, page_bytes):
+            key = next_key(key, tokens[at : at + page_bytes])
+            if not found and any(other.index.has(namespace, key) for other in self.each):
+                continue
+            removal = index.removed.ask(key, namespace)
+            if removal is None:
+                break
+            first = first if found else at // page_bytes
+            found.setdefault(removal.needed_by, []).append(removal)
+        return first, found
+
     def flush(self, keys: Collection[str] | None, namespace: str | None = None) -> tuple[int, int]:
         """Drop these namespaces of the tree, or all, in the pool and in every tier.
 
@@ -113,7 +187,7 @@ class Tiers:
             if namespace is not None:
                 meant |= set(keys_meant(namespace, known))
             for name in sorted(meant):
-                self._drop_namespace(tier, name)
+                self._drop_namespace(tier, name, EPOCH if self._epochs.over([name]) else FLUSH)
         self.promotions.probes.close(keys, namespace)
         self._is_flushing = True
         flushed = self._leases.flush(keys, namespace)
@@ -127,8 +201,11 @@ class Tiers:
             if move.tier is tier and isinstance(move, (NodeDemotion, PagePromotion))
         ]
 
-    def _drop_namespace(self, tier: StorageTier, namespace: str) -> None:
-        tier.index.forget_namespace(namespace)
+    def _drop_namespace(self, tier: StorageTier, namespace: str, why: str) -> None:
+        n_objects = tier.index.forget_namespace(namespace)
+        if not tier.settings.is_shared:
+            removed = tier.index.removed
+            removed.went_as_a_whole(why, namespace, n_objects, self._out.at_s)
         tier.dropped_namespaces[namespace] = self.moves.last_ticket
         for move in self._moving(tier):
             move.is_void = move.is_void or move.namespace == namespace
@@ -152,11 +229,14 @@ class Tiers:
         # Of an epoch that is over nothing is ever asked again.
         over = self._epochs.over(tier.index.namespaces())
         for namespace in sorted({*over, *tier.dropped_namespaces}):
-            self._drop_namespace(tier, namespace)
+            self._drop_namespace(tier, namespace, EPOCH if namespace in over else FLUSH)
         self.pins.link(tier)
+        removed, at_s = tier.index.removed, self._out.at_s
+        removed.went_as_a_whole(FOREIGN, "", got.n_removed, at_s, got.removed_why)
         for name, gone in tier.index.shrink().items():
             tier.counts.dropped += len(gone)
             self.moves.drop(tier, name, gone)
+            removed.went(BEYOND, gone, side_of(name, tier.index.share_of(name)), at_s)
         self._out.emit(
             events.TierUp(tier=tier.name, generation=got.generation, objects=tier.index.n_objects)
         )
