@@ -24,7 +24,7 @@ PAUSE_S = 0.01
 MOST_CALLS = 194
 """Of Python functions, in all hooks of a request; some ten of them are of the played engine."""
 
-MOST_STEP_CALLS = 9
+MOST_STEP_CALLS = 8
 """Of them, in both hooks of a step in which all that run decode, and nothing is copied."""
 
 MOST = {
