@@ -97,6 +97,7 @@ TURN_COLUMNS: Final = (
 STAGE_COLUMNS: Final = (
     ResultColumn("connector", "connector"),
     ResultColumn("router", "router"),
+    ResultColumn("of", "of"),
     *(ResultColumn(f"{stage}_ms", stage, ".1f") for stage in STAGES),
 )
 
@@ -248,10 +249,14 @@ class MeasuredPair:
             "client_ms": 1000 * self.turn_median("client"),
         }
 
-    def stage_row(self) -> Measured:
-        """Where the time goes: the median of each stage."""
-        told = {f"{stage}_ms": self.median(f"{stage}_s") for stage in STAGES}
-        return {"connector": self.connector, "router": self.router, **told}
+    def stage_rows(self) -> Iterator[Measured]:
+        """Where the time goes: the median of each stage, of prompts and of second turns."""
+        for of, rows in (("a prompt", self.rows), ("a second turn", self.turns)):
+            told = {
+                f"{stage}_ms": 1000 * statistics.median(row[f"{stage}_s"] for row in rows)
+                for stage in STAGES
+            }
+            yield {"connector": self.connector, "router": self.router, "of": of, **told}
 
 
 def stages(decoded: Sequence[SchedulerMark], end_s: float) -> Iterator[tuple[str, float]]:
@@ -423,7 +428,7 @@ def run(
             )
     title = f"A prompt of {prompt_tokens} tokens, computed {chunk} at a time"
     rows = tuple(pair.row() for pair in measured)
-    stage_rows = tuple(pair.stage_row() for pair in measured)
+    stage_rows = tuple(row for pair in measured for row in pair.stage_rows())
     return BenchmarkResult(
         tables=(
             ResultTable(title, COLUMNS, rows),

@@ -120,6 +120,9 @@ class ServedVllm(ServedEngine):
         port = free_port()
         own = {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # Else vLLM takes back what ``engine_arguments`` says of the executor, on a CPU, without
+            # a word. It decides nothing else of a server.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_RPC_BASE_PATH": str(folder),
@@ -252,8 +255,9 @@ def engine_arguments(model: Path, *, chunk: int, most_tokens: int) -> list[str]:
         *("--max-model-len", str(max(2048, most_tokens + BLOCK))),
         *("--max-num-batched-tokens", str(chunk), "--enable-prompt-tokens-details"),
         *("--max-num-seqs", "8", "--kv-cache-memory-bytes", str(128 << 20)),
-        # As with one GPU. In a process of its own, as on a CPU, a worker looks for its next
-        # step without a pause, and an engine that waits takes a core from the one that works.
+        # As with one GPU. In a process of its own, as on a CPU, a worker looks for its next step
+        # without a pause, for a second behind the last one: an engine that has nothing to do takes
+        # a core from those that work, and as much of it as they leave.
         *("--distributed-executor-backend", "uni"),
     ]
 

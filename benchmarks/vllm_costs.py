@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
-import msgspec
 
 from benchmarks.harness import benchmark
 from benchmarks.served_vllm import (
@@ -58,7 +57,10 @@ KEPT_PROMPTS: Final = 8
 """So many the pool has room for."""
 QUIET_S: Final = 0.3
 """Behind an answer: what it has left to be done is done, and counts."""
-IDLE_S: Final = 2.0
+IDLE_S: Final = 1.0
+MOST_IDLE: Final = 0.05
+"""Of a processor, behind an answer: who takes more looks for work without a pause, and what is
+measured of it is that."""
 WARM_UP: Final = 3
 """Rounds that do not count."""
 
@@ -176,8 +178,10 @@ class MeasuredVllm:
         """
         lose_cache(self._port, self.name)
 
-    def idle(self) -> float:
-        """Seconds of processors in a second in which nothing is asked."""
+    def idle(self, ids: Sequence[int]) -> float:
+        """Seconds of processors in a second in which nothing is asked, behind an answer."""
+        answer_of(self._port, ids, tokens=1)
+        time.sleep(QUIET_S)
         began_s, before_s = time.monotonic(), busy_of(self._leaders)
         time.sleep(IDLE_S)
         return (busy_of(self._leaders) - before_s) / (time.monotonic() - began_s)
@@ -278,7 +282,9 @@ GOAL_NAMES: Final = {
 }
 
 
-def found_of(engines: Mapping[str, MeasuredVllm], shape: RoundShape) -> BenchmarkResult:
+def found_of(
+    engines: Mapping[str, MeasuredVllm], shape: RoundShape, idle: Mapping[str, float]
+) -> BenchmarkResult:
     """All tables and goals."""
     rows = [
         engine.row(what)
@@ -298,13 +304,20 @@ def found_of(engines: Mapping[str, MeasuredVllm], shape: RoundShape) -> Benchmar
                 if (wanted := getattr(compared, key)) is not None
             ]
     title = f"A prompt of {shape.prompt_tokens} tokens, an answer of {shape.answer_tokens}"
+    told = ", ".join(f"{name} {1000 * busy:.1f} ms" for name, busy in idle.items())
+    spinning = [
+        f"{name} takes {busy:.2f} of a processor while nothing is asked"
+        for name, busy in idle.items()
+        if busy > MOST_IDLE
+    ]
     return BenchmarkResult(
         tables=(
             ResultTable(title, COLUMNS, tuple(rows)),
             ResultTable("Ratios, medians of the rounds", RATIO_COLUMNS, tuple(ratios)),
         ),
         goals=tuple(goals),
-        wrong=tuple(flaws(list(engines.values()), shape)),
+        notes=(f"of processors in a second behind an answer, in which nothing is asked: {told}",),
+        wrong=(*flaws(list(engines.values()), shape), *spinning),
     )
 
 
@@ -386,9 +399,9 @@ def run(
             for one in served
         }
         measure(told, list(engines.values()), shape)
-        idle = [f"{each.name} {1000 * each.idle():.1f} ms" for each in engines.values()]
-    note = f"of processors in a second in which nothing is asked: {', '.join(idle)}"
-    return msgspec.structs.replace(found_of(engines, shape), notes=(note,))
+        ids = next(prompts(3, SHORT_PROMPT))
+        idle = {name: engine.idle(ids) for name, engine in engines.items()}
+    return found_of(engines, shape, idle)
 
 
 command = benchmark(

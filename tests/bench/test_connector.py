@@ -24,6 +24,9 @@ PAUSE_S = 0.01
 MOST_CALLS = 194
 """Of Python functions, in all hooks of a request; some ten of them are of the played engine."""
 
+MOST_STEP_CALLS = 8
+"""Of them, in both hooks of a step in which all that run decode, and nothing is copied."""
+
 MOST = {
     "socket.send": 2,  # the prompt, whose answer is a lease; and that it is over
     "Encoder.encode": 2,
@@ -60,9 +63,27 @@ class CountedHooks(bench.HookTimes):
         return found
 
 
+def step_of(engine, prompts):
+    """The cheapest of some steps of a request that decodes."""
+    request = prompts.new()
+    engine.arrive(request)
+    engine.schedule(request, bench.BLOCK)
+    engine.step()
+    engine.step()
+    steps = []
+    for _ in range(ROUNDS):
+        engine.sample()
+        engine.times.taken()
+        engine.step()
+        steps.append(engine.times.taken())
+    engine.finish(request)
+    engine.settle()
+    return steps
+
+
 @pytest.fixture(scope="module")
 def counted():
-    """Of misses, and of hits, the cheapest."""
+    """Of misses, of hits, and of steps in which a request decodes, the cheapest."""
     prompts, rounds = bench.Prompts(), {"miss": [], "hit": []}
     with (
         tempfile.TemporaryDirectory() as name,
@@ -77,6 +98,7 @@ def counted():
             if bench.hit(engine, prompts, former):
                 rounds["hit"].append(engine.times.taken())
             engine.times.taken()
+        rounds["step"] = step_of(engine, prompts)
         engine.half.close()
     return {
         case: min(found, key=lambda counts: (counts[""], counts.total()))
@@ -87,6 +109,10 @@ def counted():
 @pytest.mark.parametrize("case", ["miss", "hit"])
 def test_a_request_costs_the_scheduler_no_more_calls(case, counted):
     assert 0 < counted[case][""] <= MOST_CALLS
+
+
+def test_a_step_in_which_all_decode_costs_few_calls(counted):
+    assert 0 < counted["step"][""] <= MOST_STEP_CALLS
 
 
 @pytest.mark.parametrize("case", ["miss", "hit"])

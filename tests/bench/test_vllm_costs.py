@@ -24,6 +24,7 @@ class PlayedEngines:
         served = SimpleNamespace(port=2, pid=2, name=bench.WITH_KVD)
         self.with_kvd = bench.MeasuredVllm(served, {3})
         self.saying = {}
+        self.idle = {bench.ALONE: 0.01, bench.WITH_KVD: 0.01}
         self._clock = itertools.count(1.0)
         self._has = {1: False, 2: False}
         monkeypatch.setattr(bench, "QUIET_S", 0.0)
@@ -40,7 +41,7 @@ class PlayedEngines:
     def measured(self):
         engines = {engine.name: engine for engine in (self.alone, self.with_kvd)}
         bench.measure(lambda told: None, list(engines.values()), SHAPE)
-        self.found = bench.found_of(engines, SHAPE)
+        self.found = bench.found_of(engines, SHAPE, self.idle)
         return list(self.found.wrong)
 
 
@@ -69,6 +70,11 @@ def test_a_hit_that_is_none_is_a_flaw(played, monkeypatch):
     flaws = played.measured()
     assert any(f"{bench.WITH_KVD}, {bench.HIT}" in flaw for flaw in flaws)
     assert not any(bench.COLD in flaw for flaw in flaws)
+
+
+def test_an_engine_that_looks_for_work_without_a_pause_is_a_flaw(played):
+    played.idle[bench.ALONE] = 0.35
+    assert played.measured() == ["alone takes 0.35 of a processor while nothing is asked"]
 
 
 def test_a_ratio_is_of_answers_of_one_round():

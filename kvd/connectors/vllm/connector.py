@@ -325,7 +325,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The orders of this step."""
-        self._tell_of_adapters()
+        if self._adapters.flaws:
+            self._tell_of_adapters()
         # How far each request was before is read of the request itself, where that is needed.
         orders = self._half.step(
             scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
@@ -458,6 +459,10 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._failed is not None:
             self._failed.ordered(self._orders, self._get_connector_metadata().unfilled)
 
+    def has_connector_metadata(self) -> bool:
+        """Whether vLLM is to ask at each layer of a step: it calls the two hooks below then."""
+        return False
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is loaded layer by layer."""
 
@@ -517,7 +522,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             return KvdStats.of_copies(self._worker.counts)
         half, untold, self._untold = self._half, self._untold, ""
-        found = half.kept_in("its counts", None, KvdStats.of_requests, half.counts)
+        found = None
+        if any(vars(half.counts).values()):
+            found = half.kept_in("its counts", None, KvdStats.of_requests, half.counts)
         return (found or KvdStats(data={})).with_namespace(untold) if untold else found
 
     @classmethod

@@ -88,7 +88,8 @@ class PoolJoin:
             if joined is not None:
                 self._leaving = [task for task in self._leaving if not task.ended()]
                 self._leaving.append(BesideTask(joined.leave, start=self._start))
-        self._take()
+        if self._joining is not None:
+            self._take()
         if (
             token
             and self._joined is None

@@ -55,10 +55,12 @@ class KvdStats(KVConnectorStats):
 
     @classmethod
     def _taken(cls, counts: dict[str, float]) -> KvdStats | None:
+        if not any(counts.values()):
+            return None
         found = {name: value for name, value in counts.items() if value}
         for name in found:
             counts[name] = type(counts[name])()
-        return cls(data=found) if found else None
+        return cls(data=found)
 
     def reset(self) -> None:
         """Begin anew."""

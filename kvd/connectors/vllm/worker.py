@@ -281,6 +281,8 @@ class WorkerHalf:
 
         Only where vLLM's blocks cannot be held by reference.
         """
+        if not orders.awaited:
+            return
         awaited = [
             copy for number in orders.awaited if (copy := self._copies.get(number)) is not None
         ]
@@ -300,23 +302,32 @@ class WorkerHalf:
 
     def load(self, orders: StepOrders) -> None:
         """Have blocks filled from pages; every request that waits for it is heard of in the end."""
+        # Most steps copy nothing, and a call behind a forward pass finds nothing of it in the
+        # processor's caches: so each is made where there is something to do.
         self._orders = orders
-        self._failing.update(orders.failed)
-        self._freed.update(orders.freed)
+        if orders.failed:
+            self._failing.update(orders.failed)
+        if orders.freed:
+            self._freed.update(orders.freed)
         try:
             self._join.follow(orders.token if self._has_blocks else b"")
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the engine
             self._log.bug("a session", error)
         if self._join.unfit:
             self._told().unfit = self._join.unfit
-        self._take(orders.loads, is_load=True)
-        self._end_failing()
-        self._begin()
+        if orders.loads:
+            self._take(orders.loads, is_load=True)
+        if self._failing:
+            self._end_failing()
+        if self._copies:
+            self._begin()
 
     def save(self, orders: StepOrders) -> None:
         """Have pages filled from blocks, behind the forward pass that writes them."""
-        self._take(orders.saves, is_load=False)
-        self._begin()
+        if orders.saves:
+            self._take(orders.saves, is_load=False)
+        if self._copies:
+            self._begin()
 
     def _take(self, orders: Iterable[CopyOrder], *, is_load: bool) -> None:
         now_s = self._now_s()
@@ -439,9 +450,10 @@ class WorkerHalf:
 
     def take_results(self) -> tuple[set[str], set[str]]:
         """Requests that were loaded, failed ones among them; and those that failed. Once each."""
-        self._look()
-        if self._orders is not None and self._orders.is_idle:
-            self._await_load()
+        if self._copies or self._failing:
+            self._look()
+            if self._orders is not None and self._orders.is_idle:
+                self._await_load()
         loaded, failed = self._loaded | self._failed, self._failed
         self._loaded, self._failed = set(), set()
         return loaded, failed

@@ -123,7 +123,7 @@ def test_a_step_waits_once_for_all_its_requests():
     for request in requests:
         assert engine.half.matched(request, 0) == (None, False)
     engine.half.step({})
-    assert 0.02 <= time.perf_counter() - began_s < 0.1, "0.32 were it by request"
+    assert 0.02 <= time.perf_counter() - began_s < 0.3, "0.32 were it by request"
     node.come()
     for request in requests:
         engine.half.given_blocks(request, 0)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvd.connectors.vllm.identity import BlockPacking
+from kvd.connectors.vllm.orders import StepOrders
 from kvd.connectors.vllm.requests import Counts
 from kvd.connectors.vllm.versions import TESTED
 from kvd.connectors.vllm.worker import CopyCounts
@@ -312,3 +313,47 @@ def test_who_has_imported_it_finds_it_by_its_name(load):
     known = module.KVConnectorFactory.known
     assert known == {"KvdConnector": ("kvd.connectors.vllm.connector", "KvdConnector")}
     module.register_connector()
+
+
+# ---- steps that copy nothing ---------------------------------------------------------------------
+
+MOST_CALLS = 28
+"""Of Python functions, in all that vLLM asks a worker in a step in which nothing is copied."""
+
+
+def test_a_step_that_copies_nothing_costs_a_worker_few_calls(load):
+    module = load()
+    connector = started(module)
+    metadata = module.KvdMetadata(StepOrders(number=7), {})
+    counted = []
+
+    def count(frame, event, what):
+        if event == "call":
+            counted.append(frame.f_code.co_qualname)
+
+    connector.bind_connector_metadata(metadata)
+    sys.setprofile(count)
+    try:
+        connector.handle_preemptions(metadata)
+        connector.start_load_kv(None)
+        connector.has_connector_metadata()
+        connector.wait_for_save()
+        found = connector.get_transfer_results(set())
+        connector.get_block_ids_with_load_errors()
+        stats, told = connector.get_kv_connector_stats(), connector.build_connector_worker_meta()
+    finally:
+        sys.setprofile(None)
+
+    assert not found.finished_recving | found.failed_recving | found.finished_sending
+    assert stats is told is None
+    ours = [name for name in counted if "TransferResults" not in name]
+    assert len(ours) <= MOST_CALLS, ours
+    connector.shutdown()
+
+
+def test_vllm_is_not_asked_to_call_at_each_layer(load):
+    """It does where a connector says that it has metadata, and nothing is copied by layer."""
+    connector = started(load())
+    connector.bind_connector_metadata(object())
+    assert connector.has_connector_metadata() is False
+    connector.shutdown()
