@@ -148,6 +148,7 @@ def tier_state(node: NodeView, tier: StorageTier) -> TierState:
         probes=counts.probes,
         probe_hits=counts.probe_hits,
         unasked=counts.unasked,
+        over_ceiling=counts.over_ceiling,
     )
 
 
@@ -164,6 +165,7 @@ def pin_state(node: NodeView, pin: PinRecord) -> PinState:
         age_s=node.out.at_s - pin.since_s,
         ttl_s=pin.until_s - node.out.at_s,
         tier=node.pins.tier_of(pin),
+        kept=tuple(node.tiers.pins.kept(pin.id)),
     )
 
 

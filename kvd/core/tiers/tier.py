@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 
 from kvd.core.tiers.index import TierIndex
+from kvd.core.tiers.store_writes import StoreWrites
 from kvd.wire import events
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class TierCounts:
         "hits",
         "late",
         "no_room",
+        "over_ceiling",
         "probe_hits",
         "probes",
         "read",
@@ -73,6 +75,8 @@ class TierCounts:
         """The oldest, for the bound."""
         self.evicted_unwritten = 0
         """Pages that left the pool before they were written, of those that should have been."""
+        self.over_ceiling = 0
+        """The same where their namespace was at its ceiling in a store."""
         self.hits = 0
         """Requests for which pages came from here."""
         self.waits = 0
@@ -140,6 +144,7 @@ class StorageTier:
         "name",
         "read_rate",
         "settings",
+        "writes",
         "writing",
         "written_rate",
     )
@@ -148,7 +153,10 @@ class StorageTier:
         self.settings = settings
         self.name = settings.name
         n_objects = max(1, settings.capacity_bytes // settings.object_bytes)
-        self.index = TierIndex(n_objects, settings.quotas)
+        is_shared, quotas = settings.is_shared, settings.quotas
+        self.index = TierIndex(n_objects, () if is_shared else quotas)
+        self.writes = StoreWrites(settings.lifetime_s, quotas, out) if is_shared else None
+        """What is known of one that nodes share beside the index."""
         self.counts = TierCounts()
         self.generation = 0
         """Of the storage process that serves it; 0: none does."""
