@@ -120,6 +120,17 @@ def test_pins_have_half_of_a_ceiling():
     assert there(world.d, "batch") == 0
 
 
+def test_a_pin_at_its_ceiling_is_in_nobodys_way():
+    world = bounded(moving=2)
+    busy(world.d, "batch", 12)
+    pinned(world.d, tokens((1, 5 * PAGE)), "batch")
+    other = tokens((900, 5 * PAGE))
+    pinned(world.d, other)
+    world.pass_time(2.0)
+
+    assert world.d.there(other) == 5
+
+
 def test_a_new_quota_counts_from_then_on_and_one_that_is_gone_bounds_nothing():
     world = bounded()
     busy(world.d, "batch", 12)

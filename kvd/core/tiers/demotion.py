@@ -326,8 +326,8 @@ class Demoter:
         self._half = (node.id, keys)
         return keys
 
-    def begin(self, node: RadixNode, places: list[int], when: str = "", behind: int = 0) -> None:
-        """Order these pages of it, or the first of them that a ceiling leaves room for.
+    def begin(self, node: RadixNode, places: list[int], when: str = "", behind: int = 0) -> int:
+        """Order these pages of it, or the first of them that a ceiling leaves room for; how many.
 
         ``when``, in words, is behind what their lease is for.
         """
@@ -338,7 +338,7 @@ class Demoter:
         if tier.writes is not None:
             places = places[: tier.writes.allowed(namespace, [keys[at] for at in places])]
             if not places:
-                return
+                return 0
         keys = keys[: places[-1] + 1]
         claim = Claim(
             session=0,
@@ -372,6 +372,7 @@ class Demoter:
                 behind=behind,
             )
         )
+        return len(places)
 
     # ---- how it went -------------------------------------------------------------------------
 

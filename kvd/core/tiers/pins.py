@@ -257,11 +257,11 @@ class TierPins:
 
     def _that_fit(self, demoter: Demoter) -> Iterator[TierPin]:
         """Those for which there is room in their half of a tier, and of their share of it."""
-        index, bounds = demoter.tier.index, demoter.tier.writes or demoter.tier.index
-        room = index.capacity // 2
-        by_share = {share: bounds.room_of(share) // 2 for share in bounds.shares}
+        index, writes = demoter.tier.index, demoter.tier.writes
+        room, by_share = index.capacity // 2, demoter.tier.room_by_share()
+        by_share = {share: n_objects // 2 for share, n_objects in by_share.items()}
         for kept in self.by_id.values():
-            share = bounds.share_of(kept.namespace)
+            share = (writes or index).share_of(kept.namespace)
             room -= kept.n_pages
             by_share[share] -= kept.n_pages
             if room >= 0 and by_share[share] >= 0:
@@ -318,9 +318,9 @@ class TierPins:
             keys = demoter.keys_of(node)
             places = [at for at, key in enumerate(keys) if writes.is_due(key)][: left - n_ordered]
             if places and demoter.can_lock(node):
-                demoter.begin(node, places, FOR_PIN)
+                # At a ceiling none that is not there: those behind it must not wait for that.
+                n_ordered += demoter.begin(node, places, FOR_PIN)
                 under_way.add(node.id)
-                n_ordered += len(places)
         if n_pages < kept.n_pages:
             self._read(kept, demoter.tier, writes)
         return n_ordered

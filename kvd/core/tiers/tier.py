@@ -23,6 +23,7 @@ from kvd.core.tiers.store_writes import StoreWrites
 from kvd.wire import events
 
 if TYPE_CHECKING:
+    from kvd.core.cache.quotas import QuotaShare
     from kvd.core.outbox import Outbox
     from kvd.core.settings import TierSettings
 
@@ -198,6 +199,13 @@ class StorageTier:
         if self.health.why or not self.writing.why:
             return self.health.why
         return f"nothing is written: {self.writing.why}"
+
+    def room_by_share(self) -> dict[QuotaShare, int]:
+        """Objects that may be there of each share, whatever the others have."""
+        index, writes = self.index, self.writes
+        if writes is not None:
+            return {share: writes.room_of(share) for share in writes.shares}
+        return {share: index.room_of(share) for share in index.shares}
 
     @property
     def most_moving(self) -> int:
