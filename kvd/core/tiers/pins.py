@@ -221,11 +221,12 @@ class TierPins:
 
     def _leading(self, kept: TierPin, tier: StorageTier) -> int:
         """How many of its first pages are there."""
-        if self._has_all(kept, tier):
-            return kept.n_pages
         keys, writes = each_key(kept.keys), tier.writes
         if writes is None:
+            # The last one may be there, and one before it not.
             return tier.index.leading(kept.namespace, keys)
+        if self._has_all(kept, tier):
+            return kept.n_pages
         return next((at for at, key in enumerate(keys) if not writes.is_there(key)), len(keys))
 
     def _known(self, kept: TierPin, name: str, writes: StoreWrites) -> PinInStore:
