@@ -84,8 +84,9 @@ def pins_table(pins: tuple[PinState, ...]) -> RenderableType:
             pin.namespace,
             str(pin.tokens),
             str(pin.pages),
-            pin.tier or "-",
+            ", ".join([kept.tier for kept in pin.kept if kept.pages == kept.of_pages]) or "-",
             duration(pin.age_s),
             duration(pin.ttl_s),
+            prose="\n".join([kept.words for kept in pin.kept]),
         )
     return out

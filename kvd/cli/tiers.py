@@ -86,6 +86,7 @@ def _prose(tier: TierState) -> Iterator[str]:
         "found no room in the pool": tier.no_room,
         "orders failed": tier.failed_orders,
         "orders ended with their process": tier.cut,
+        "left the pool unwritten at a ceiling": tier.over_ceiling,
     }
     told = [f"{what} {number}" for what, number in troubles.items() if number]
     if told:

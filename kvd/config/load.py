@@ -196,6 +196,9 @@ def _unknown(assignment: Assignment) -> ConfigError:
     path = assignment.key
     if path in SECTIONS:
         return assignment.error("is a table", f"open it with [{path}] and put its keys below")
+    if path.startswith("quotas.store.floor"):
+        why = "is no key of kvd: it removes nothing from a store, so what is there needs no floor"
+        return assignment.error(why, "remove it; tiers.store.ttl_s says how long anything stays")
     meant = nearest(path)
     fix = "remove it; kvd config explain lists every key"
     return assignment.error("is no key of kvd", f"did you mean {meant}?" if meant else fix)

@@ -14,29 +14,34 @@ from kvd.families.sharding import shard_count
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.config.schema import Config, DiskQuotaSection, PoolQuotaSection
+    from kvd.config.schema import Config
 
 __all__ = ["QUOTA_KEYS", "RULES", "over"]
 
-_POOL, _DISK = "quotas.pool", "quotas.disk"
-QUOTA_KEYS = tuple(f"{place}.{bound}" for place in (_POOL, _DISK) for bound in ("floor", "ceiling"))
+_POOL, _DISK, _STORE = "quotas.pool", "quotas.disk", "quotas.store"
+QUOTA_KEYS = (
+    *(f"{place}.{bound}" for place in (_POOL, _DISK) for bound in ("floor", "ceiling")),
+    f"{_STORE}.ceiling",
+)
 _UNCACHED = {
     "off": "nothing is cached",
     "prefill-only": "there is no KV of which anything could be kept",
 }
 
 
-def _places(config: Config) -> Iterator[tuple[str, PoolQuotaSection | DiskQuotaSection]]:
-    yield _POOL, config.quotas_pool
-    yield _DISK, config.quotas_disk
+def _places(config: Config) -> Iterator[tuple[str, dict[str, str], dict[str, str]]]:
+    """Each with its floors and its ceilings."""
+    yield _POOL, config.quotas_pool.floor, config.quotas_pool.ceiling
+    yield _DISK, config.quotas_disk.floor, config.quotas_disk.ceiling
+    yield _STORE, {}, config.quotas_store.ceiling
 
 
 @over(*QUOTA_KEYS, "cache.mode")
 def _bounded(config: Config) -> Iterator[Breach]:
     """There is a cache, of few enough namespaces, and no floor is above its ceiling."""
-    for place, section in _places(config):
-        named = [("floor", name) for name in section.floor]
-        named += [("ceiling", name) for name in section.ceiling if name not in section.floor]
+    for place, floors, ceilings in _places(config):
+        named = [("floor", name) for name in floors]
+        named += [("ceiling", name) for name in ceilings if name not in floors]
         why = _UNCACHED.get(config.cache.mode)
         if why is not None:
             for bound, name in named[:1]:
@@ -48,8 +53,8 @@ def _bounded(config: Config) -> Iterator[Breach]:
             rule += f" {MOST_QUOTAS} may have one"
             fix = "name bases, each of which means all its members"
             yield Breach(f"{place}.{bound}", rule, fix, entry=name)
-        for name, floor in section.floor.items():
-            most = section.ceiling.get(name, floor)
+        for name, floor in floors.items():
+            most = ceilings.get(name, floor)
             if _bytes(floor) > _bytes(most):
                 rule = f"must be at most {place}.ceiling of the same namespace, which is {most}"
                 yield Breach(f"{place}.floor", rule, f"give at most {most}", entry=name)
@@ -106,6 +111,16 @@ def _fit_disk(config: Config) -> Iterator[Breach]:
         )
         fix = f"keep them within {max(0, room) // 1024}KiB"
         yield Breach(f"{_DISK}.floor", rule, fix, entry=list(quotas.floor)[-1])
+
+
+@over(f"{_STORE}.ceiling", "tiers.store.endpoint")
+def _fit_store(config: Config) -> Iterator[Breach]:
+    """There is a store."""
+    if config.tiers_store.endpoint is None:
+        for name in list(config.quotas_store.ceiling)[:1]:
+            rule = "says nothing without tiers.store.endpoint: there is no such tier"
+            fix = f"set tiers.store.endpoint, or remove [{_STORE}.ceiling]"
+            yield Breach(f"{_STORE}.ceiling", rule, fix, entry=name)
 
 
 def _bytes(size: str) -> int:

@@ -218,7 +218,7 @@ class PoolQuotaSection(msgspec.Struct, frozen=True):
 
 
 class DiskQuotaSection(msgspec.Struct, frozen=True):
-    """The same of what lies in tiers.disk. A store that nodes share has the rules of its bucket."""
+    """The same of what lies in tiers.disk."""
 
     floor: Annotated[
         dict[str, str], rule(f"a table of NAMESPACE = {SIZE_RULE}"), example({"llama": "200GiB"})
@@ -230,6 +230,17 @@ class DiskQuotaSection(msgspec.Struct, frozen=True):
     ] = {}
     """By namespace, what of it lies there above this is removed before all else, when room is
     needed."""
+
+
+class StoreQuotaSection(msgspec.Struct, frozen=True):
+    """How much of a namespace this node writes to tiers.store; kvd removes nothing there."""
+
+    ceiling: Annotated[
+        dict[str, str], rule(f"a table of NAMESPACE = {SIZE_RULE}"), example({"batch": "50GiB"})
+    ] = {}
+    """By namespace, so much of it at most is written there by this node within tiers.store.ttl_s.
+    Above that nothing more of it is, until what was written is as old. Nobody counts what other
+    nodes write, nor what this one wrote before its daemon began."""
 
 
 class EngineSection(msgspec.Struct, frozen=True):
@@ -398,6 +409,7 @@ class Config(msgspec.Struct, frozen=True):
     tiers_store: StoreTierSection = msgspec.field(name="tiers.store")
     quotas_pool: PoolQuotaSection = msgspec.field(name="quotas.pool")
     quotas_disk: DiskQuotaSection = msgspec.field(name="quotas.disk")
+    quotas_store: StoreQuotaSection = msgspec.field(name="quotas.store")
     engine: EngineSection
     radix: RadixSection
     admission: AdmissionSection

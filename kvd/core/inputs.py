@@ -549,7 +549,7 @@ class Reconfigured(TimedInput, frozen=True, tag="Reconfigured"):
     """The configuration was read again. The figures hold from here on; the texts are for events.
 
     ``allow``, ``max_queue``, ``overtakers`` and ``quotas`` are as in ``Settings``; ``disk_quotas``
-    as in ``TierSettings``, of each tier that is not shared.
+    and ``store_quotas`` as in ``TierSettings``, of each tier that is not shared, of one that is.
     """
 
     allow: tuple[str, ...]
@@ -559,6 +559,7 @@ class Reconfigured(TimedInput, frozen=True, tag="Reconfigured"):
     needs_restart: tuple[str, ...]
     quotas: tuple[Quota, ...] = ()
     disk_quotas: tuple[Quota, ...] = ()
+    store_quotas: tuple[Quota, ...] = ()
 
 
 class ReloadRefused(TimedInput, frozen=True, tag="ConfigRefused"):

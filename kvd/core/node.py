@@ -197,7 +197,7 @@ class NodeState(NodeParts):
         self.pull_source.end_unreadable(self.peers)
         self.admission.retune(max_queue=got.max_queue, overtakers=got.overtakers)
         self.leases.set_quotas(self.settings.policy, got.quotas)
-        self.tiers.set_quotas(got.disk_quotas)
+        self.tiers.set_quotas(got.disk_quotas, got.store_quotas)
         self.out.emit(events.ConfigReloaded(changed=got.changed, needs_restart=got.needs_restart))
 
     def _reload_refused(self, got: i.ReloadRefused) -> None:

@@ -76,7 +76,7 @@ class TierSettings(msgspec.Struct, frozen=True):
     least_bytes: int = 0
     """Of token ids: what of a prompt is shorter is not asked for."""
     quotas: tuple[Quota, ...] = ()
-    """In objects; none of one that is shared, whose bucket is no node's to share out."""
+    """In objects; of one that is shared ceilings alone, of what this node writes (``tiers``)."""
 
 
 class Settings(msgspec.Struct, frozen=True):

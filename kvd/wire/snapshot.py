@@ -417,6 +417,8 @@ class TierState(msgspec.Struct, frozen=True):
     """Objects that were removed and asked for again; ``missed_soon`` before as much as the tier
     holds had gone, and within an hour."""
     missed_soon: int = 0
+    over_ceiling: int = 0
+    """Pages that left the pool unwritten because their namespace was at its ceiling there."""
 
 
 IN_POOL: Final = "pool"
@@ -426,7 +428,8 @@ IN_POOL: Final = "pool"
 class QuotaState(msgspec.Struct, frozen=True):
     """What a namespace has in one place, beside its quota there; all in pages of that place.
 
-    ``place`` is ``IN_POOL`` or the name of a tier. One more row is for ``(all others)``.
+    ``place`` is ``IN_POOL`` or the name of a tier. One more row is for ``(all others)``. Of a store
+    that nodes share ``pages`` are those that this node has written there within its ``ttl_s``.
     """
 
     namespace: str
@@ -439,7 +442,7 @@ class QuotaState(msgspec.Struct, frozen=True):
     over_pages: int
     """Above its ceiling, now: the first to go when anybody needs room."""
     went_over_pages: int
-    """Went since the daemon began because they were."""
+    """Went since the daemon began because they were; of a store: were not written there."""
     taken_pages: int
     """Of its floor, since the daemon began: nothing else could be evicted."""
     taken_ago_s: float | None
@@ -517,6 +520,21 @@ class EvictionState(msgspec.Struct, frozen=True):
     thrashing: tuple[ThrashState, ...] = ()
 
 
+class PinKeptState(msgspec.Struct, frozen=True):
+    """What one tier has of a pin: so many of its first pages.
+
+    Of a store that has all of them and removes them by age: until when, and when they are written
+    again.
+    """
+
+    tier: str
+    pages: int
+    of_pages: int
+    left_s: float | None = None
+    due_in_s: float | None = None
+    words: str = ""
+
+
 class PinState(msgspec.Struct, frozen=True):
     """A cached prefix that is kept softly, under ``lease``: it goes last, for requests alone.
 
@@ -535,6 +553,8 @@ class PinState(msgspec.Struct, frozen=True):
     age_s: float
     ttl_s: float
     tier: str = ""
+    kept: tuple[PinKeptState, ...] = ()
+    """By tier, as far as any has some of it."""
 
 
 class LateMark(msgspec.Struct, frozen=True):

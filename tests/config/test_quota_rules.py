@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TIER = ("tiers.disk.directory=/var/lib/kvd/tiers/disk", "tiers.disk.size=1GiB")
+STORE = (
+    *("tiers.store.endpoint=http://127.0.0.1:8333", "tiers.store.bucket=kvd"),
+    "cache.epochs_directory=/var/lib/kvd",
+)
 POOL = ("pool.size=64MiB", *POOLS["mha"])
 
 
@@ -32,6 +36,7 @@ def breaches(*sets: str) -> list[tuple[str, str]]:
         ("quotas.pool.floor.a/b.c#salt=20MiB",),
         ("quotas.pool.floor.=20MiB",),
         (*TIER, "quotas.disk.floor.llama=700MiB", "quotas.disk.ceiling.x=100GiB"),
+        (*STORE, "quotas.store.ceiling.batch=1GiB", "quotas.store.ceiling.x=0KiB"),
     ],
 )
 def test_what_can_hold_is_taken(sets: tuple[str, ...]) -> None:
@@ -54,7 +59,12 @@ def test_what_can_hold_is_taken(sets: tuple[str, ...]) -> None:
         (("quotas.pool.floor.a=1KiB",), "quotas.pool.floor.a", "must be at least one page of this"),
         (("quotas.pool.floor.a=much",), "quotas.pool.floor.a", "must be NAMESPACE = a whole numb"),
         (("quotas.pool.floor.a\x1f1=9MiB",), "quotas.pool.floor.a\x1f1", "must be NAMESPACE ="),
-        (("quotas.store.floor.a=1GiB",), "quotas.store.floor.a", "is no key of kvd"),
+        (
+            (*STORE, "quotas.store.floor.a=1GiB"),
+            "quotas.store.floor.a",
+            "is no key of kvd: it removes nothing from a store, so what is there needs no floor",
+        ),
+        (("quotas.store.ceiling.a=1GiB",), "quotas.store.ceiling.a", "says nothing without tiers."),
         (("quotas.disk.floor.a=1GiB",), "quotas.disk.floor.a", "says nothing without tiers.disk."),
         (
             (*TIER, "quotas.disk.floor.a=700MiB", "quotas.disk.floor.b=100MiB"),

@@ -53,6 +53,10 @@ def test_the_shipped_file_gives_the_defaults_as_it_is_and_with_every_line_enable
 
 _CUT = ("pool.layers=32", "pool.heads=8", "pool.tp_size=8")
 _DISK = ("tiers.disk.directory=/var/lib/kvd/tiers/disk", "tiers.disk.size=1TiB")
+_STORE = (
+    *("tiers.store.endpoint=http://127.0.0.1:8333", "tiers.store.bucket=kvd"),
+    "cache.epochs_directory=/var/lib/kvd",
+)
 BESIDE = {
     "pool.directory": ("pool.backing=shm",),
     "pool.tp_ranks": _CUT,
@@ -60,6 +64,7 @@ BESIDE = {
     "quotas.pool.floor": ("pool.pages=1000000",),
     "quotas.disk.floor": _DISK,
     "quotas.disk.ceiling": _DISK,
+    "quotas.store.ceiling": _STORE,
     "tiers.disk.directory": ("tiers.disk.size=8GiB",),
     "tiers.disk.size": ("tiers.disk.directory=/var/lib/kvd/tiers/disk",),
     "tiers.store.endpoint": ("tiers.store.bucket=kvd", "cache.epochs_directory=/var/lib/kvd"),

@@ -9,6 +9,7 @@ from kvd.core.settings import Demotion
 from kvd.wire import admin, client
 from kvd.wire.cache_events import PinEnded, PinLeftPool
 from kvd.wire.pins import PinPrefix, PrefixPinned, UnpinPrefix
+from tests.core.storing import keys_of
 from tests.core.tiered import PAGE, TieredWorld, cached, disk, fill, tokens
 
 PROMPT = tokens((1, 8 * PAGE))
@@ -124,6 +125,17 @@ def test_the_end_of_a_storage_process_is_no_end_of_a_pin():
     assert pin in d.node.pins.by_id
     fill(world, d, n_pages=120)
     assert d.lease(PROMPT).prefix_tokens == 8 * PAGE
+
+
+def test_a_page_that_is_gone_is_not_there_because_the_last_one_is():
+    _, d, _ = given_way()
+    gone = keys_of(d, PROMPT)[3]
+    del d.stored.objects["", gone]
+    d.stop_storage()
+    d.start_storage(2)
+
+    assert not d.tier.index.has("", gone)
+    assert shown(d)[0].kept[0].pages == 3
 
 
 def test_pins_have_half_of_a_tier_and_what_is_beyond_that_is_not_written_for_ever():

@@ -181,3 +181,86 @@ def test_what_the_disk_has_not_comes_from_the_store(make, seaweed, tmp_path):
     assert (disk.tier, store.tier) == ("disk", "store")
     assert disk.read == PROMPT_PAGES // 2
     assert store.read == PROMPT_PAGES // 2
+
+
+def test_what_is_pinned_outlives_what_is_not_and_the_daemon(make, seaweed, tmp_path):
+    """The store itself removes what is a minute old: nothing below that is offered."""
+    below = f"{tmp_path.name}/"
+    seaweed.shell(f"fs.configure -locationPrefix=/buckets/kvd/{below} -ttl=1m -apply")
+    # A stop writes what is cached, as young as can be.
+    sets = {
+        "tiers.store.ttl_s": "60",
+        "tiers.store.demote": "second-use",
+        "tiers.store.stop_s": "0",
+    }
+    node = make("pins", **sets)
+    daemon = node.daemon
+    kept, other = tokens_of(PROMPT_TOKENS, seed=21), tokens_of(PROMPT_TOKENS, seed=22)
+
+    def names() -> set[str]:
+        return {name for name in seaweed.names() if name.startswith(below)}
+
+    def keeps(number: int) -> bool:
+        pins = {pin.pin: pin for pin in daemon.snapshot().pins}
+        return pins[number].tier == "store"
+
+    there = node.compute(kept)
+    node.compute(other)
+    with connect(daemon.client, name="pins") as engine:
+        mine = engine.pin(kept, ttl_s=600, owner="kept")
+        daemon.wait_for(lambda: keeps(mine.pin), "is not written", LIMIT_S)
+        of_kept = names()
+        unpinned = engine.pin(other, ttl_s=600, owner="not for long")
+        daemon.wait_for(lambda: keeps(unpinned.pin), "is not written", LIMIT_S)
+        engine.unpin(unpinned)
+        of_other = names() - of_kept
+        assert (len(of_kept), len(of_other)) == (PROMPT_PAGES, PROMPT_PAGES)
+        daemon.wait_for(lambda: not names() & of_other, "the store removes nothing", 3 * LIMIT_S)
+        assert of_kept <= names()
+        # The next daemon finds it as long as it lies there: not at the end of its time.
+        daemon.wait_for(
+            lambda: daemon.snapshot().pins[0].kept[0].left_s > 40, "is not written again", LIMIT_S
+        )
+    daemon.stop()
+    node.start()
+
+    assert daemon.snapshot().pins == ()
+    assert node.found(other)[0] == 0
+    assert node.found(kept) == (PROMPT_TOKENS, there)
+
+
+def test_a_bucket_that_is_full_by_its_quota_is_read_and_not_written(make, seaweed):
+    a = make("a")
+    prompt = tokens_of(PROMPT_TOKENS, seed=31)
+    there = a.compute(prompt)
+    a.push_out()
+
+    def is_enforced() -> bool:
+        seaweed.shell("s3.bucket.quota.enforce -apply")
+        return '"readOnly":  true' in seaweed.shell("fs.configure")
+
+    seaweed.shell("s3.bucket.quota -name=kvd -op=set -sizeMB=1")
+    try:
+        a.daemon.wait_for(
+            is_enforced,
+            "the quota is not enforced",
+            LIMIT_S,
+        )
+        seed = 600
+        while "nothing is written" not in a.tier.why:
+            seed += 1
+            assert seed < 660, a.tier
+            a.compute(tokens_of(PROMPT_TOKENS, seed))
+            a.settle()
+        assert a.tier.state == "serving"
+        assert 'kvd_tier_written{tier="store"} 0.0' in a.daemon.metrics()
+        assert make("b").found(prompt) == (PROMPT_TOKENS, there)
+    finally:
+        said = seaweed.shell("s3.bucket.quota -name=kvd -op=remove")
+    assert "cleared read-only" in said
+    until_s, written = time.monotonic() + 3 * LIMIT_S, a.tier.written
+    while a.tier.written == written or a.tier.why:
+        assert time.monotonic() < until_s, a.tier
+        seed += 1
+        a.compute(tokens_of(PROMPT_TOKENS, seed))
+        time.sleep(0.5)

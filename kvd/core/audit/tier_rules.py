@@ -67,6 +67,15 @@ def _bound_faults(node: NodeView) -> Iterator[Fault]:
         if not index.counted():
             what = f"{index.n_objects} objects are counted, or those of a quota, and are not there"
             yield Fault("I9", "tier-count", f"of tier {tier.name} {what}")
+        under_way = node.tiers.moves.under_way.values()
+        moving = [
+            (move.share, move.n_objects)
+            for move in under_way
+            if move.tier is tier and isinstance(move, NodeDemotion)
+        ]
+        if tier.writes is not None and not tier.writes.are_counted(moving):
+            what = "objects are counted as written, or on their way there, and are not"
+            yield Fault("I9", "store-count", f"of tier {tier.name} {what}")
         # What a process has found may be more, until it serves.
         if tier.generation and index.n_objects + index.reserved > index.capacity:
             what = f"{index.n_objects} objects and {index.reserved} more, it holds {index.capacity}"

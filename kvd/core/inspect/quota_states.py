@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvd.core.cache.evictions import SOON_S
 from kvd.core.cache.namespaces import NO_NAMESPACE
+from kvd.core.tiers.store_writes import WrittenShare
 from kvd.wire.snapshot import IN_POOL, QuotaState
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ def quota_states(node: NodeView) -> tuple[QuotaState, ...]:
     if quotas is not None and len(quotas.shares) > 1:
         found += _states(node, IN_POOL, quotas.shares, node.leases.page_bytes)
     for tier in node.tiers.each:
-        if tier.index.has_quotas:
-            found += _states(node, tier.name, tier.index.shares, tier.settings.object_bytes)
+        of_tier = tier.writes or tier.index
+        if of_tier.has_quotas:
+            found += _states(node, tier.name, of_tier.shares, tier.settings.object_bytes)
     return tuple(found)
 
 
@@ -54,11 +56,20 @@ def _states(
         )
 
 
+def _store_words(share: WrittenShare) -> str:
+    """What is so now where this node may write no more."""
+    if share.room > 0:
+        return ""
+    return "at its ceiling: nothing of it is written until what this node wrote is older than ttl_s"
+
+
 def _words(share: QuotaShare, now_s: float) -> str:
     """What is so now, and what went of a floor within a minute."""
     quota = share.quota
     if quota is None:
         return ""
+    if isinstance(share, WrittenShare):
+        return _store_words(share)
     most = quota.ceiling_pages
     if most is not None and share.n_pages > most:
         return f"over its ceiling by {share.n_pages - most} pages, the next to go"

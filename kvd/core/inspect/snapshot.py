@@ -150,6 +150,7 @@ def tier_state(node: NodeView, tier: StorageTier) -> TierState:
         unasked=counts.unasked,
         missed=tier.index.removed.n_missed,
         missed_soon=tier.index.removed.n_missed_soon,
+        over_ceiling=counts.over_ceiling,
     )
 
 
@@ -166,6 +167,7 @@ def pin_state(node: NodeView, pin: PinRecord) -> PinState:
         age_s=node.out.at_s - pin.since_s,
         ttl_s=pin.until_s - node.out.at_s,
         tier=node.pins.tier_of(pin),
+        kept=tuple(node.tiers.pins.kept(pin.id)),
     )
 
 

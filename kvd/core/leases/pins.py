@@ -55,6 +55,9 @@ class PinsBelow(Protocol):
     def is_lost(self, pin: int) -> bool:
         """Whether it is known that none has."""
 
+    def words(self, pin: int) -> str:
+        """What each tier has of it."""
+
 
 class PinRecord(msgspec.Struct, frozen=True):
     """One pin: who wants it, what it locks, and until when."""
@@ -256,9 +259,10 @@ class Pins:
             return "a pin that nobody knows"
         ends = "" if not pin.session else ", its engine to end"
         left_s = pin.until_s - self._out.at_s
+        below = self._below.words(pin.id)
         return (
             f"its time to be over in {left_s:.1f} s, kvd unpin {pin.id}{ends}, or a request that "
-            "has no other pages: it gives way"
+            f"has no other pages: it gives way{'; ' if below else ''}{below}"
         )
 
     def _refusal(self, code: Code, why: str) -> Refusal:

@@ -19,6 +19,7 @@ from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
 from kvd.core import effects
+from kvd.core.cache.eviction import path_of
 from kvd.core.cache.lease import DEMOTION, Claim
 from kvd.core.settings import Demotion
 from kvd.core.tiers.moves import TierMove, joined
@@ -57,10 +58,10 @@ USED_TWICE: Final = 2
 class NodeDemotion(TierMove):
     """Pages of one node that are being written; ``keys`` are all of the node as far as that goes.
 
-    ``places``: which of them were ordered.
+    ``places``: which of them were ordered; ``share``: by what a store counts them.
     """
 
-    __slots__ = ("places",)
+    __slots__ = ("places", "share")
 
     verb: ClassVar[str] = "demotion"
 
@@ -75,6 +76,8 @@ class NodeDemotion(TierMove):
     ) -> None:
         super().__init__(tier, lease, namespace, before, keys)
         self.places = places
+        writes = tier.writes
+        self.share = writes.ordered(namespace, len(places)) if writes is not None else None
 
     @property
     @override
@@ -186,18 +189,25 @@ class Demoter:
     def evicted(self, nodes: Iterable[tuple[RadixNode, bytes, str]]) -> None:
         """These have left the pool, with their keys where these were known: what is lost by it."""
         index, in_tier = self.tier.index, self._leases.evictions.in_tier
+        counts, writes = self.tier.counts, self.tier.writes
         for node, key, namespace in nodes:
             if key and index.has(namespace, key):
                 in_tier.setdefault(node.id, self.tier.name)
                 self.tier.note_left(node.id, key)
             elif self.wants(node):
-                self.tier.counts.evicted_unwritten += len(node.pages) // ID_BYTES
+                n_pages = len(node.pages) // ID_BYTES
+                if writes is not None and writes.kept_out(namespace, n_pages):
+                    counts.over_ceiling += n_pages
+                else:
+                    counts.evicted_unwritten += n_pages
 
     # ---- what is ordered ---------------------------------------------------------------------
 
     def turn(self) -> None:
         """Order what is to be written now."""
         tier, leases = self.tier, self._leases
+        if tier.writes is not None and tier.writes.look():
+            self._seen = (-1, -1, -1)
         if tier.settings.demotion is Demotion.NEVER or not tier.is_written:
             return
         now = (leases.growth, leases.releases, leases.evicted_pages)
@@ -209,11 +219,15 @@ class Demoter:
             return
         chosen, is_all = self._choose(ahead, left)
         for node, places in chosen:
-            # What others are promised must stay evictable.
-            if not leases.promises.n_pages or _unlocked_pages(node) <= leases.headroom_pages:
+            if self.can_lock(node):
                 self.begin(node, places)
         if is_all and not chosen and not self._moves.n_objects(tier, NodeDemotion):
             self._seen = now
+
+    def can_lock(self, node: RadixNode) -> bool:
+        """Whether what others are promised stays evictable then."""
+        leases = self._leases
+        return not leases.promises.n_pages or _unlocked_pages(node) <= leases.headroom_pages
 
     def room(self) -> int:
         """How many more pages may be under way now."""
@@ -249,27 +263,49 @@ class Demoter:
             within = rooms.take(node)
             if node.lock_ref or within <= 0:
                 continue  # it is being written, or what is before it fills the tier
-            if not self._keys.is_known(node):
-                hashed += node.n_pages
-            places = self.lacking(node, range(min(within, node.n_pages)), left)
-            if places:
-                chosen.append((node, places))
-                left -= len(places)
+            for step in self._before(node):
+                if all(step is not before for before, _ in chosen):
+                    hashed += 0 if self._keys.is_known(step) else step.n_pages
+                    left -= self._take(chosen, step, step.n_pages, left)
+            hashed += 0 if self._keys.is_known(node) else node.n_pages
+            left -= self._take(chosen, node, min(within, node.n_pages), left)
         return chosen, True
+
+    def _take(
+        self, chosen: list[tuple[RadixNode, list[int]]], node: RadixNode, within: int, left: int
+    ) -> int:
+        """Choose up to ``left`` of its first pages; how many."""
+        places = self.lacking(node, range(within), left)
+        if places:
+            chosen.append((node, places))
+        return len(places)
+
+    def _before(self, node: RadixNode) -> list[RadixNode]:
+        """What is written before it: under a ceiling all that leads there, the first page first.
+
+        Else what is found by nobody would take the room of what it is found by.
+        """
+        writes = self.tier.writes
+        if writes is None or node.parent is None or not writes.is_bounded(node.namespace):
+            return []
+        moving = {node_id for node_id, _ in self.under_way()}
+        return [step for step in reversed([*path_of(node.parent)]) if step.id not in moving]
 
     def lacking(self, node: RadixNode, places: range, most: int) -> list[int]:
         """The first ``most`` of its pages at ``places`` that the tier has not."""
-        namespace, index = node.namespace, self.tier.index
+        namespace, index, writes = node.namespace, self.tier.index, self.tier.writes
+        if writes is not None and writes.is_full(namespace):
+            return []
         if index.has(namespace, self._keys.end_of(node)):
             return []
-        keys = self._keys_of(node)
+        keys = self.keys_of(node)
         lacking = (place for place in places if not index.has(namespace, keys[place]))
         return list(islice(lacking, most))
 
     def age(self, node: RadixNode, places: Sequence[int], behind: int) -> None:
         """These of its pages lie in the tier, or are on their way: a stop has come to them."""
         if not self.tier.settings.is_shared:
-            keys = self._keys_of(node)
+            keys = self.keys_of(node)
             aged = joined([keys[place] for place in places])
             self._out.effects.append(
                 effects.AgeObjects(
@@ -281,7 +317,8 @@ class Demoter:
         """What lies in the tier up to its end is used now."""
         self.tier.index.touch(node.namespace, self._keys.end_of(node))
 
-    def _keys_of(self, node: RadixNode) -> list[bytes]:
+    def keys_of(self, node: RadixNode) -> list[bytes]:
+        """Of all its pages."""
         number, keys = self._half
         # By its end too: the upper half of a split has another number, the lower one fewer pages.
         if number == node.id and len(keys) == node.n_pages:
@@ -290,12 +327,20 @@ class Demoter:
         self._half = (node.id, keys)
         return keys
 
-    def begin(self, node: RadixNode, places: list[int], when: str = "", behind: int = 0) -> None:
-        """Order these pages of it; ``when``, in words, is behind what their lease is for."""
+    def begin(self, node: RadixNode, places: list[int], when: str = "", behind: int = 0) -> int:
+        """Order these pages of it, or the first of them that a ceiling leaves room for; how many.
+
+        ``when``, in words, is behind what their lease is for.
+        """
         leases, tier = self._leases, self.tier
         assert node.parent is not None
         namespace, before = node.namespace, self._keys.end_of(node.parent)
-        keys = self._keys_of(node)[: places[-1] + 1]
+        keys = self.keys_of(node)
+        if tier.writes is not None:
+            places = places[: tier.writes.allowed(namespace, [keys[at] for at in places])]
+            if not places:
+                return 0
+        keys = keys[: places[-1] + 1]
         claim = Claim(
             session=0,
             call=0,
@@ -329,6 +374,7 @@ class Demoter:
                 behind=behind,
             )
         )
+        return len(places)
 
     # ---- how it went -------------------------------------------------------------------------
 
@@ -342,6 +388,11 @@ class Demoter:
         # Behind one that is not there nobody looks for it.
         vain = [move.keys[place] for place in sorted(written) if place >= n_there]
         self._moves.drop(tier, move.namespace, vain)
+        if tier.writes is not None and move.share is not None:
+            there = [move.keys[place] for place in sorted(written)]
+            tier.writes.written(move.share, move.n_objects, there)
+            if move.is_void:
+                tier.writes.forget(there)
         tier.counts.written += len(written)
         tier.counts.unwritten += move.n_objects - len(written)
         took_s = self._out.at_s - move.since_s
@@ -372,6 +423,8 @@ class Demoter:
 
     def cut(self, move: NodeDemotion) -> None:
         """Its process is reaped: what it wrote is found when the next one looks."""
+        if self.tier.writes is not None and move.share is not None:
+            self.tier.writes.cut(move.share, move.n_objects)
         self._end(move, "storage-gone")
         self._seen = (-1, -1, -1)
 

@@ -89,6 +89,20 @@ class KeysAtNodes:
             return (pos + shared) // ID_BYTES, key
         return pos // ID_BYTES, self.end_of(node)
 
+    def along(self, tokens: Tokens, namespace: str) -> list[RadixNode]:
+        """The nodes that have any page of ``tokens``, the first page first; changes nothing.
+
+        The last one may go on with other pages.
+        """
+        found: list[RadixNode] = []
+        node, page_bytes = self._tree.roots.get(namespace), self._page_bytes
+        while node is not None:
+            pos = node.end_tokens * ID_BYTES
+            node = node.children.get(tokens[pos : pos + page_bytes])
+            if node is not None:
+                found.append(node)
+        return found
+
     def _root(self, root: RadixNode) -> bytes:
         # Not kept: nobody says when a root is swept.
         return root_key(self._layout, root.key.decode())

@@ -389,6 +389,9 @@ class Promotions:
         tier, index = move.tier, move.tier.index
         n_good = min([at for at in got.bad if 0 <= at < len(move.keys)], default=len(move.keys))
         gone = index.forget(move.namespace, move.keys[n_good:])
+        # Where none came it may be the store that is silent: what it has may be as good as ever.
+        if tier.writes is not None and len(got.bad) < len(move.keys):
+            tier.writes.forget([move.keys[at] for at in got.bad if 0 <= at < len(move.keys)])
         self._moves.drop(tier, move.namespace, gone)
         if not tier.settings.is_shared:
             side = side_of(move.namespace, index.share_of(move.namespace))

@@ -21,9 +21,11 @@ from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.evictions import MOST_LEFT
 from kvd.core.tiers.index import TierIndex
+from kvd.core.tiers.store_writes import StoreWrites
 from kvd.wire import events
 
 if TYPE_CHECKING:
+    from kvd.core.cache.quotas import QuotaShare
     from kvd.core.outbox import Outbox
     from kvd.core.settings import TierSettings
 
@@ -51,6 +53,7 @@ class TierCounts:
         "hits",
         "late",
         "no_room",
+        "over_ceiling",
         "probe_hits",
         "probes",
         "read",
@@ -75,6 +78,8 @@ class TierCounts:
         """The oldest, for the bound."""
         self.evicted_unwritten = 0
         """Pages that left the pool before they were written, of those that should have been."""
+        self.over_ceiling = 0
+        """The same where their namespace was at its ceiling in a store."""
         self.hits = 0
         """Requests for which pages came from here."""
         self.waits = 0
@@ -143,6 +148,7 @@ class StorageTier:
         "name",
         "read_rate",
         "settings",
+        "writes",
         "writing",
         "written_rate",
     )
@@ -151,7 +157,10 @@ class StorageTier:
         self.settings = settings
         self.name = settings.name
         n_objects = max(1, settings.capacity_bytes // settings.object_bytes)
-        self.index = TierIndex(n_objects, settings.quotas)
+        is_shared, quotas = settings.is_shared, settings.quotas
+        self.index = TierIndex(n_objects, () if is_shared else quotas)
+        self.writes = StoreWrites(settings.lifetime_s, quotas, out) if is_shared else None
+        """What is known of one that nodes share beside the index."""
         self.counts = TierCounts()
         self.left: OrderedDict[int, bytes] = OrderedDict()
         """By the number of a node that has left the pool, the key of its last page, which lay here
@@ -196,6 +205,13 @@ class StorageTier:
         if self.health.why or not self.writing.why:
             return self.health.why
         return f"nothing is written: {self.writing.why}"
+
+    def room_by_share(self) -> dict[QuotaShare, int]:
+        """Objects that may be there of each share, whatever the others have."""
+        index, writes = self.index, self.writes
+        if writes is not None:
+            return {share: writes.room_of(share) for share in writes.shares}
+        return {share: index.room_of(share) for share in index.shares}
 
     @property
     def most_moving(self) -> int:

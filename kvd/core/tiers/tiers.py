@@ -71,8 +71,8 @@ class Tiers:
         self.demoters = tuple(
             [Demoter(tier, leases, self.keys, self.quiet, self.moves, out) for tier in self.each]
         )
-        self.pins = TierPins(self.demoters, self.keys)
         self.promotions = Promotions(self.each, leases, admission, self.keys, self.moves, out)
+        self.pins = TierPins(self.demoters, self.promotions, self.keys, out)
         self._leases = leases
         self._epochs = epochs
         self._out = out
@@ -87,11 +87,13 @@ class Tiers:
         """The tier of that name."""
         return next((tier for tier in self.each if tier.name == name), None)
 
-    def set_quotas(self, quotas: tuple[Quota, ...]) -> None:
-        """These hold from now on in what is this node's to share out; nothing goes for it alone."""
+    def set_quotas(self, of_disk: tuple[Quota, ...], of_store: tuple[Quota, ...]) -> None:
+        """These hold from now on; nothing goes for it alone."""
         for tier in self.each:
-            if not tier.settings.is_shared:
-                tier.index.share_out(quotas)
+            if tier.writes is not None:
+                tier.writes.share_out(of_store)
+            else:
+                tier.index.share_out(of_disk)
 
     # ---- told by the tree --------------------------------------------------------------------
 
@@ -206,6 +208,7 @@ class Tiers:
         if not tier.settings.is_shared:
             removed = tier.index.removed
             removed.went_as_a_whole(why, namespace, n_objects, self._out.at_s)
+        self.pins.forget_namespace(tier, namespace)
         tier.dropped_namespaces[namespace] = self.moves.last_ticket
         for move in self._moving(tier):
             move.is_void = move.is_void or move.namespace == namespace
