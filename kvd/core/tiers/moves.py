@@ -71,7 +71,7 @@ class TierMove:
 class TierMoves:
     """The orders under way, by ticket; the order in which they stand is that of their orders."""
 
-    __slots__ = ("_last_ticket", "_out", "heard_s", "is_restarting", "under_way")
+    __slots__ = ("_last_ticket", "_out", "heard_s", "is_restarting", "restart_why", "under_way")
 
     def __init__(self, out: Outbox) -> None:
         self.under_way: dict[int, TierMove] = {}
@@ -79,6 +79,7 @@ class TierMoves:
         """When the storage process last answered one."""
         self.is_restarting = False
         """Whether its process is being killed."""
+        self.restart_why = ""
         self._last_ticket = 0
         self._out = out
 
@@ -143,8 +144,8 @@ class TierMoves:
         """End the process, which has not answered an order for so long."""
         if not self.is_restarting:
             self.is_restarting = True
-            why = f"{of}: no answer for {silent_s:.1f} s"
-            self._out.effects.append(effects.RestartStorage(why))
+            self.restart_why = f"{of}: no answer for {silent_s:.1f} s"
+            self._out.effects.append(effects.RestartStorage(self.restart_why))
 
     def drop(self, tier: StorageTier, namespace: str, keys: Sequence[bytes]) -> None:
         """Have these objects removed, before anything that is ordered from now on.

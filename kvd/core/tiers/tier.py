@@ -24,6 +24,7 @@ from kvd.wire import events
 if TYPE_CHECKING:
     from kvd.core.outbox import Outbox
     from kvd.core.settings import TierSettings
+    from kvd.core.tiers.moves import TierMoves
 
 FAILURES: Final = 3
 """Orders in a row that came to nothing, until a tier is away."""
@@ -130,6 +131,7 @@ class StorageTier:
     """One of them, by its name. Read it; the parts of this room write it."""
 
     __slots__ = (
+        "_moves",
         "_out",
         "counts",
         "down_why",
@@ -144,7 +146,7 @@ class StorageTier:
         "written_rate",
     )
 
-    def __init__(self, settings: TierSettings, out: Outbox) -> None:
+    def __init__(self, settings: TierSettings, moves: TierMoves, out: Outbox) -> None:
         self.settings = settings
         self.name = settings.name
         n_objects = max(1, settings.capacity_bytes // settings.object_bytes)
@@ -163,12 +165,16 @@ class StorageTier:
         self.dropped_namespaces: dict[str, int] = {}
         """Those whose objects were ordered away, by the last ticket before: as long as no later
         one is answered nobody knows that it was done."""
+        self._moves = moves
         self._out = out
 
     @property
     def is_serving(self) -> bool:
         """Whether anything is read from it now."""
-        return self.generation > 0 and self._out.at_s >= self.health.away_until_s
+        # A process that is being killed answers nothing, however long the kernel takes to end it.
+        if not self.generation or self._moves.is_restarting:
+            return False
+        return self._out.at_s >= self.health.away_until_s
 
     @property
     def is_written(self) -> bool:
@@ -187,6 +193,8 @@ class StorageTier:
         """Why it does not serve, or why nothing is written there while it does."""
         if not self.generation:
             return self.down_why
+        if self._moves.is_restarting:
+            return f"its process is being killed: {self._moves.restart_why}"
         if self.health.why or not self.writing.why:
             return self.health.why
         return f"nothing is written: {self.writing.why}"

@@ -57,8 +57,8 @@ class Tiers:
         # What lies beside the first component has pages of its own at the nodes, which no object
         # has; and without a tree nothing would ever be found.
         is_fit = not leases.components.each and settings.cache_mode is CacheMode.RADIX
-        self.each = tuple([StorageTier(tier, out) for tier in settings.tiers if is_fit])
         self.moves = TierMoves(out)
+        self.each = tuple([StorageTier(tier, self.moves, out) for tier in settings.tiers if is_fit])
         self.keys = KeysAtNodes(settings.spec, leases.tree)
         self.quiet = QuietLocks(leases.tree)
         self.demoters = tuple(
