@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -137,7 +138,11 @@ class Tiered:
 
     def objects(self):
         """The files of objects, the oldest used first."""
-        return sorted(self._objects(), key=lambda path: path.stat().st_mtime_ns)
+        found = []
+        for path in self._objects():
+            with contextlib.suppress(FileNotFoundError):  # it may go meanwhile
+                found.append((path.stat().st_mtime_ns, path))
+        return [path for _, path in sorted(found)]
 
     def _objects(self) -> list[Path]:
         # By a walk, to which a directory that goes meanwhile is no error.

@@ -63,6 +63,7 @@ def until_hanging(tiered: Tiered) -> int:
     return storage
 
 
+@pytest.mark.skipif(not LoopDisk.can_be_slow, reason="there is no cgroup that slows a loop device")
 def test_a_slow_disk_costs_the_time_that_a_request_waits_for_it_and_no_more(tiered, disk):
     storage = tiered.daemon.storage_pid()
     disk.read_at(8 * PAGE_BYTES)  # three seconds for a prompt

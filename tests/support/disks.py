@@ -42,6 +42,9 @@ def unmount(place: Path) -> None:
 class LoopDisk:
     """An ext4 in a file. What it does to whoever uses it is the kernel's own doing."""
 
+    can_be_slow = BLKIO.is_dir()
+    """Whether ``read_at`` does anything."""
+
     def __init__(self, place: Path) -> None:
         self.place = place
         self._cgroup = BLKIO / f"kvd-test-{os.getpid()}"
@@ -49,11 +52,15 @@ class LoopDisk:
 
     def take(self, pid: int) -> None:
         """Of this process and of those that it starts the reads can be made slow."""
+        if not self.can_be_slow:
+            return
         self._cgroup.mkdir(exist_ok=True)
         (self._cgroup / "cgroup.procs").write_text(str(pid))
 
     def read_at(self, bytes_per_s: int) -> None:
         """So fast and no faster, of what is not in memory; 0: as fast as it is."""
+        if not self.can_be_slow:
+            return
         device = f"{os.major(self._device)}:{os.minor(self._device)}"
         (self._cgroup / "blkio.throttle.read_bps_device").write_text(f"{device} {bytes_per_s}")
 
@@ -86,8 +93,8 @@ class LoopDisk:
 @contextlib.contextmanager
 def loop_disk(place: Path, n_bytes: int) -> Iterator[LoopDisk]:
     """Such a disk there; skips where this host has none to give."""
-    if os.geteuid() or not BLKIO.is_dir() or not shutil.which("fsfreeze"):
-        pytest.skip("this user has no loop device, no fsfreeze or no cgroup of blkio")
+    if os.geteuid() or not shutil.which("fsfreeze"):
+        pytest.skip("this user may mount nothing here, or has no fsfreeze")
     image = place.with_name(f"{place.name}.image")
     place.mkdir(mode=0o700)
     with image.open("wb") as file:
