@@ -120,7 +120,12 @@ def test_a_daemon_ends_in_time_whose_disk_does_not_answer(tiered, disk):
     until_hanging(tiered)
 
     tiered.daemon.ask_to_stop()
-    tiered.daemon.wait_for(lambda: not tiered.daemon.is_running, "runs", LIMIT_S)
+    until_s = time.monotonic() + LIMIT_S
+    while tiered.daemon.is_running:
+        assert time.monotonic() < until_s, tiered.daemon.quoted_log()
+        time.sleep(0.1)
+    assert "Traceback" not in tiered.daemon.quoted_log()
+    assert "pending" not in tiered.daemon.quoted_log()
 
 
 def test_a_daemon_that_was_killed_and_whose_disk_does_not_answer_is_told_of(tiered, disk):
