@@ -24,7 +24,6 @@ from kvd.wire import events
 if TYPE_CHECKING:
     from kvd.core.outbox import Outbox
     from kvd.core.settings import TierSettings
-    from kvd.core.tiers.moves import TierMoves
 
 FAILURES: Final = 3
 """Orders in a row that came to nothing, until a tier is away."""
@@ -127,11 +126,21 @@ class TierHealth:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
+class StorageEnding:
+    """Of the process of all tiers: why it is being killed, as long as it is not reaped."""
+
+    __slots__ = ("why",)
+
+    def __init__(self) -> None:
+        self.why = ""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class StorageTier:
     """One of them, by its name. Read it; the parts of this room write it."""
 
     __slots__ = (
-        "_moves",
+        "_ending",
         "_out",
         "counts",
         "down_why",
@@ -146,7 +155,7 @@ class StorageTier:
         "written_rate",
     )
 
-    def __init__(self, settings: TierSettings, moves: TierMoves, out: Outbox) -> None:
+    def __init__(self, settings: TierSettings, ending: StorageEnding, out: Outbox) -> None:
         self.settings = settings
         self.name = settings.name
         n_objects = max(1, settings.capacity_bytes // settings.object_bytes)
@@ -165,14 +174,14 @@ class StorageTier:
         self.dropped_namespaces: dict[str, int] = {}
         """Those whose objects were ordered away, by the last ticket before: as long as no later
         one is answered nobody knows that it was done."""
-        self._moves = moves
+        self._ending = ending
         self._out = out
 
     @property
     def is_serving(self) -> bool:
         """Whether anything is read from it now."""
         # A process that is being killed answers nothing, however long the kernel takes to end it.
-        if not self.generation or self._moves.is_restarting:
+        if not self.generation or self._ending.why:
             return False
         return self._out.at_s >= self.health.away_until_s
 
@@ -193,8 +202,8 @@ class StorageTier:
         """Why it does not serve, or why nothing is written there while it does."""
         if not self.generation:
             return self.down_why
-        if self._moves.is_restarting:
-            return f"its process is being killed: {self._moves.restart_why}"
+        if self._ending.why:
+            return f"its process is being killed: {self._ending.why}"
         if self.health.why or not self.writing.why:
             return self.health.why
         return f"nothing is written: {self.writing.why}"

@@ -26,7 +26,7 @@ from kvd.core.tiers.moves import TierMoves
 from kvd.core.tiers.node_keys import KeysAtNodes
 from kvd.core.tiers.pins import TierPins
 from kvd.core.tiers.promotion import PagePromotion, Promotions
-from kvd.core.tiers.tier import StorageTier
+from kvd.core.tiers.tier import StorageEnding, StorageTier
 from kvd.wire import events
 
 if TYPE_CHECKING:
@@ -57,8 +57,9 @@ class Tiers:
         # What lies beside the first component has pages of its own at the nodes, which no object
         # has; and without a tree nothing would ever be found.
         is_fit = not leases.components.each and settings.cache_mode is CacheMode.RADIX
-        self.moves = TierMoves(out)
-        self.each = tuple([StorageTier(tier, self.moves, out) for tier in settings.tiers if is_fit])
+        ending = StorageEnding()
+        self.moves = TierMoves(ending, out)
+        self.each = tuple([StorageTier(tier, ending, out) for tier in settings.tiers if is_fit])
         self.keys = KeysAtNodes(settings.spec, leases.tree)
         self.quiet = QuietLocks(leases.tree)
         self.demoters = tuple(
