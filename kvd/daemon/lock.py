@@ -7,7 +7,9 @@ a new incarnation.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import glob
 import os
 import re
 import secrets
@@ -47,12 +49,37 @@ def take(path: str) -> int:
             kept = os.pread(descriptor, 64, 0).decode(errors="replace").split()
             owner = kept[0] if kept else "unknown"
             os.close(descriptor)
-            raise AlreadyRunning(
-                f"{path} is locked by pid {owner}: another kvd serves from this directory; "
-                "stop it, or set sockets.client and sockets.admin to another one"
-            ) from None
+            raise AlreadyRunning(_why_locked(path, owner)) from None
         break
     return descriptor
+
+
+def _why_locked(path: str, owner: str) -> str:
+    """In words; ``owner``: the process id that the last daemon here has written down."""
+    if owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):
+        pids = " and ".join(map(str, _holders(path))) or "unknown"
+        return (
+            f"{path} is locked by pid {pids}, which kvd {owner} has left behind: it was killed and "
+            "has not ended, as where the disk of a tier does not answer; what it may still write "
+            "to the pool's memory is over when it has"
+        )
+    return (
+        f"{path} is locked by pid {owner}: another kvd serves from this directory; "
+        "stop it, or set sockets.client and sockets.admin to another one"
+    )
+
+
+def _holders(path: str) -> list[int]:
+    """Processes that have this file open, as far as this user may see it."""
+    wanted = os.stat(path)
+    found = set()
+    # By thread: of a process that is ending the first one has let go of its files.
+    for link in glob.iglob("/proc/[0-9]*/task/[0-9]*/fd/*"):
+        # It may end meanwhile, or be somebody else's.
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(link), wanted):
+                found.add(int(link.split("/")[2]))
+    return sorted(found)
 
 
 class Birth(NamedTuple):

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from kvd.storage.process import StorageProcess
 
 LONGEST_PAUSE_S = 60.0
+ENDING_S = 5.0
+"""Of a process that is killed: usually some milliseconds."""
 
 
 class StorageSupervisor:
@@ -53,7 +55,15 @@ class StorageSupervisor:
         self._starting = asyncio.get_running_loop().create_task(self._revive())
 
     async def stop(self) -> None:
-        """Kill and reap."""
+        """Kill and reap, if the kernel ends it in time.
+
+        One whose disk does not answer ends when that does. So long it keeps the daemon's lock, and
+        what it may still write to the pool's memory is of no daemon.
+        """
+        ending = asyncio.get_running_loop().create_task(self._end())
+        await asyncio.wait([ending], timeout=ENDING_S)
+
+    async def _end(self) -> None:
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait([self._starting])

@@ -168,7 +168,7 @@ class SeaweedStore:
 
     def _is_up(self) -> bool:
         try:
-            self._ask("POST", f"/buckets/{BUCKET}/")
+            self.make_bucket()
             self.put("up", b"1")
             return self.get("up") == b"1" and self._ask("GET", "/", self.s3_port) in {200, 403}
         except (OSError, HTTPException):
@@ -211,6 +211,14 @@ class SeaweedStore:
     def delete(self, name: str) -> None:
         """One is gone."""
         self._ask("DELETE", f"/buckets/{BUCKET}/{quote(name)}")
+
+    def make_bucket(self) -> None:
+        """Where all objects are; one that is there stays."""
+        self._ask("POST", f"/buckets/{BUCKET}/")
+
+    def drop_bucket(self) -> None:
+        """It is gone, with all that is in it."""
+        self._ask("DELETE", f"/buckets/{BUCKET}?recursive=true")
 
     def _read(self, path: str) -> bytes:
         with self._connected(self._ports["filer"][0]) as connection:

@@ -39,7 +39,7 @@ class Faults:
             "deaf": self._deaf,
             "stop": self._stop,
             "storage": lambda host: host.restart_storage("it crashed"),
-            "damage": lambda host: host.disk.damage(self._rng.randrange(1000)),
+            "damage": lambda host: host.damage(self._rng.randrange(1000)),
         }
 
     def schedule(self) -> None:

@@ -80,8 +80,9 @@ class SimHost(NodeShell):
         """Lease of every handoff that was offered in this life."""
         self.storage: SimStorageProcess | None = None
         """None where there is no tier."""
-        if settings.tiers:
-            self.disk: SimDisk[int] = self._disk_of(settings.tiers[0])
+        self.disks: dict[str, SimDisk[int]] = {
+            tier.name: self._disk_of(tier) for tier in settings.tiers
+        }
         self._n_sessions = self._n_workers = 0
         self._seq = 0
         self._balance = (-1, -1)
@@ -114,7 +115,7 @@ class SimHost(NodeShell):
         self.transfer = SimTransferProcess(self, 1)
         self.transfer.start("start")
         if self.settings.tiers:
-            self.storage = SimStorageProcess(self, self.disk, 1)
+            self.storage = SimStorageProcess(self, self.disks, 1)
         world.agenda.after(TICK_S * world.rng.random(), self.tick, self.life)
 
     def dial(self) -> None:
@@ -279,6 +280,10 @@ class SimHost(NodeShell):
             self.transfer = SimTransferProcess(self, old.generation + 1)
             self.transfer.start(why)
 
+    def damage(self, place: int) -> None:
+        """An object of one of its tiers lies from now on, or is gone."""
+        list(self.disks.values())[place % len(self.disks)].damage(place)
+
     @override
     def order_storage(self, order: effects.StorageOrder) -> None:
         if self.storage is not None:
@@ -300,7 +305,7 @@ class SimHost(NodeShell):
             return
         old.die()
         self.feed(inputs.StorageGone(agenda.now_s, old.generation, why))
-        self.storage = SimStorageProcess(self, self.disk, old.generation + 1)
+        self.storage = SimStorageProcess(self, self.disks, old.generation + 1)
 
     # ---- inputs ------------------------------------------------------------------------------
 

@@ -75,6 +75,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Whether namespaces have quotas of the pool and of the tier."""
     shares_tier: bool = False
     """Whether it is one store of all nodes, which may lie and lose."""
+    has_store_below: bool = False
+    """Whether there is such a store below that tier too."""
 
 
 _OTHER_FAMILY = Profile(
@@ -248,6 +250,18 @@ PROFILES = {
         tier_objects=(30, 300),
         shares_tier=True,
     ),
+    "both": replace(
+        _TIERED,
+        faults=(
+            *("storage", "storage", "damage", "damage", "damage", "flush", "engine", "daemon"),
+            *("transfer", "evict", "evict", "evict", "stop", "stop", "suspend", "abort", "pin"),
+            "unpin",
+        ),
+        requests_per_s=10.0,
+        pulls=0.2,
+        tier_objects=(6, 30, 300),
+        has_store_below=True,
+    ),
     "swa": replace(_OTHER_FAMILY, family="swa", beside_pages=(30, 60)),
     "swa-tiny": replace(_TINY_FAMILY, family="swa", beside_pages=(9, 12, 24)),
     "recurrent": replace(_OTHER_FAMILY, family="recurrent", beside_pages=(6, 16)),
@@ -257,5 +271,5 @@ PROFILES = {
     ),
 }
 MIXED = "mixed"
-DRAWN = sorted(PROFILES.keys() - {"quotas", "store"})
+DRAWN = sorted(PROFILES.keys() - {"quotas", "store", "both"})
 """By ``mixed``. Profiles that came later are not among them: each seed stays what it was."""

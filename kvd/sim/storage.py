@@ -123,27 +123,61 @@ LOST, LIES = 0.05, 0.1
 
 
 class SimStorageProcess:
-    """One storage process, from its start to its death."""
+    """One storage process, from its start to its death: a lane for each tier."""
 
-    def __init__(self, host: SimHost, disk: SimDisk[int], generation: int) -> None:
+    def __init__(self, host: SimHost, disks: dict[str, SimDisk[int]], generation: int) -> None:
         self.host = host
-        self.disk = disk
         self.generation = generation
         self.is_alive = True
-        self.orders: list[tuple[effects.StorageOrder, list[int]]] = []
-        """In order, with what the pages of one that writes objects held when it was ordered."""
-        self._agenda = host.world.agenda
-        self._random = host.world.rng.random
-        self._is_busy = False
-        self._agenda.after(START_S * self._random(), self._told, self._ready)
-
-    @property
-    def _is_shared(self) -> bool:
-        return self.host.settings.tiers[0].is_shared
+        self.lanes = {
+            tier.name: SimTierLane(self, disks[tier.name], is_shared=tier.is_shared)
+            for tier in host.settings.tiers
+        }
+        agenda, rng = host.world.agenda, host.world.rng
+        agenda.after(START_S * rng.random(), self.told, self._ready)
 
     def die(self) -> None:
-        """Killed, in the middle of its first order."""
+        """Killed, each lane in the middle of its first order."""
         self.is_alive = False
+        for lane in self.lanes.values():
+            lane.cut()
+
+    def order(self, order: effects.StorageOrder) -> None:
+        """Take an order; a dead process takes none."""
+        if self.is_alive:
+            self.lanes[order.tier].order(order)
+
+    def told(self, what: Callable[[], None]) -> None:
+        """Once its daemon is awake."""
+        host, agenda = self.host, self.host.world.agenda
+        if not self.is_alive:
+            return
+        if host.asleep_until_s > agenda.now_s:
+            agenda.at(host.asleep_until_s, self.told, what)
+        else:
+            what()
+
+    def _ready(self) -> None:
+        for lane in self.lanes.values():
+            lane.ready()
+
+
+class SimTierLane:
+    """What one storage process does with one tier, an order after the other."""
+
+    def __init__(self, process: SimStorageProcess, disk: SimDisk[int], *, is_shared: bool) -> None:
+        self.host = process.host
+        self.disk = disk
+        self.orders: list[tuple[effects.StorageOrder, list[int]]] = []
+        """In order, with what the pages of one that writes objects held when it was ordered."""
+        self._process = process
+        self._is_shared = is_shared
+        self._agenda = process.host.world.agenda
+        self._random = process.host.world.rng.random
+        self._is_busy = False
+
+    def cut(self) -> None:
+        """Its process was killed."""
         for order, _ in self.orders[:1]:
             if isinstance(order, effects.Promote) and self._is_busy:
                 self._check_owner(order)
@@ -157,9 +191,7 @@ class SimStorageProcess:
         self.orders.clear()
 
     def order(self, order: effects.StorageOrder) -> None:
-        """Take an order; a dead process takes none."""
-        if not self.is_alive:
-            return
+        """Take an order."""
         memory = self.host.memory.first
         is_demotion = isinstance(order, effects.Demote)
         pages = page_ids(order.pages) if isinstance(order, effects.Demote) else []
@@ -174,24 +206,15 @@ class SimStorageProcess:
         if is_stormy and dice < NEVER:
             return
         longest_s = SLOW_S if is_stormy and dice < NEVER + SLOW else ORDER_S
-        self._agenda.after(longest_s * self._random(), self._told, self._carry_out)
+        self._agenda.after(longest_s * self._random(), self._process.told, self._carry_out)
 
-    def _told(self, what: Callable[[], None]) -> None:
-        """Once its daemon is awake."""
-        host, now_s = self.host, self._agenda.now_s
-        if not self.is_alive:
-            return
-        if host.asleep_until_s > now_s:
-            self._agenda.at(host.asleep_until_s, self._told, what)
-        else:
-            what()
-
-    def _ready(self) -> None:
+    def ready(self) -> None:
+        """Say what lies there."""
         now_s, name = self._agenda.now_s, self.disk.name
         found = {} if self._is_shared else self.disk.found()
         for namespace, keys in found.items():
             self.host.feed(inputs.TierFound(at_s=now_s, tier=name, namespace=namespace, keys=keys))
-        self.host.feed(inputs.TierReady(now_s, name, self.generation))
+        self.host.feed(inputs.TierReady(now_s, name, self._process.generation))
 
     def _carry_out(self) -> None:
         order, held = self.orders.pop(0)
@@ -213,7 +236,7 @@ class SimStorageProcess:
                 report = self._probe(order)
         if report is not None:
             self.host.feed(report)
-        if self.is_alive:
+        if self._process.is_alive:
             self._begin()
 
     def _probe(self, order: effects.ProbeTier) -> inputs.TierProbed:

@@ -144,7 +144,7 @@ class World:
             ),
         )
         if self.profile.tier_objects:
-            settings = msgspec.structs.replace(settings, tiers=(self._tier(),))
+            settings = msgspec.structs.replace(settings, tiers=self._tiers())
         if self.profile.has_quotas:
             tier = settings.tiers[0]
             settings = msgspec.structs.replace(
@@ -154,24 +154,33 @@ class World:
             )
         return SimHost(self, settings)
 
-    def _tier(self) -> TierSettings:
+    def _tiers(self) -> tuple[TierSettings, ...]:
         """Objects of one byte each, and few of them under way at a time."""
-        rng = self.rng
         if self.profile.shares_tier:
-            return TierSettings(
-                name="store",
-                capacity_bytes=rng.choice(self.profile.tier_objects),
-                object_bytes=1,
-                demotion=rng.choice((Demotion.ALWAYS, Demotion.SECOND_USE, Demotion.PRIORITY)),
-                wait_s=rng.choice((0.1, 1.0)),
-                deadline_s=2.0,
-                max_moving_bytes=rng.choice((1, 4, 32)),
-                is_shared=True,
-                absent_s=rng.choice((0.0, 2.0)),
-                lifetime_s=rng.choice((1.0, 20.0)),
-                probe_s=rng.choice((0.0, 0.2)),
-                stop_s=rng.choice((0.0, 1.0)),
-            )
+            return (self._store(),)
+        if self.profile.has_store_below:
+            return (self._disk(), self._store())
+        return (self._disk(),)
+
+    def _store(self) -> TierSettings:
+        rng = self.rng
+        return TierSettings(
+            name="store",
+            capacity_bytes=rng.choice(self.profile.tier_objects),
+            object_bytes=1,
+            demotion=rng.choice((Demotion.ALWAYS, Demotion.SECOND_USE, Demotion.PRIORITY)),
+            wait_s=rng.choice((0.1, 1.0)),
+            deadline_s=2.0,
+            max_moving_bytes=rng.choice((1, 4, 32)),
+            is_shared=True,
+            absent_s=rng.choice((0.0, 2.0)),
+            lifetime_s=rng.choice((1.0, 20.0)),
+            probe_s=rng.choice((0.0, 0.2)),
+            stop_s=rng.choice((0.0, 1.0)),
+        )
+
+    def _disk(self) -> TierSettings:
+        rng = self.rng
         return TierSettings(
             name="disk",
             capacity_bytes=rng.choice(self.profile.tier_objects),

@@ -1,4 +1,4 @@
-"""The storage process: ``python -m kvd.storage.worker SOCKET PARENT``.
+"""The storage process; how it is started is said in ``kvd.transfer.child``.
 
 The loop only takes orders: it hands each to the lanes of its tier, whose threads write, read and
 report. So an order never waits behind a disk before it is read, and a report goes out when it is
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import sys
 import threading
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -36,12 +34,13 @@ from kvd.storage.orders import (
 from kvd.storage.pages import ObjectPages
 from kvd.storage.posix import DirectoryTier
 from kvd.storage.store import StoreTier
-from kvd.transfer.child import die_with, first_orders
+from kvd.transfer.child import first_orders
 from kvd.transfer.mapping import RegionUnusable, keep_map, map_region
 from kvd.transfer.nixl import Binding, MemorySpan, NixlUnusable
 from kvd.transfer.orders import Dying, Frames
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Iterator
 
     from kvd.storage.backend import Backend, SearchOutcome
@@ -190,18 +189,12 @@ def _told(tier: str, found: SearchOutcome) -> Iterator[Found]:
                 yield Found(tier, namespace, keys[start : start + FOUND_KEYS * KEY_BYTES])
 
 
-def main() -> None:
-    """Serve the socket whose descriptor is the first argument."""
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    die_with(parent)
+def main(orders: socket.socket) -> None:
+    """Serve that socket."""
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.nice(NICENESS)
-    worker = StorageWorker(socket.socket(fileno=descriptor))
+    worker = StorageWorker(orders)
     try:
         worker.run()
     except (NixlUnusable, RegionUnusable, StorageLost) as exc:
         worker.fail(str(exc))
-
-
-if __name__ == "__main__":
-    main()

@@ -4,12 +4,14 @@ The transfer process needs as long to load as a daemon does, and nothing of the 
 ``kvd serve`` starts it before anything else; what it maps comes with its first order, descriptors
 and all. What lives here must import next to nothing.
 
-The child's side of it is here too: how it ends with its parent, and how it takes that first order.
+The child's side of it is here too: how it ends with its parent, from before it loads, and how it
+takes that first order. What is started is ``python -m kvd.transfer.child MODULE SOCKET PARENT``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import socket
@@ -26,6 +28,7 @@ MOST_DESCRIPTORS: Final = 253
 OrderT = TypeVar("OrderT")
 ReportT = TypeVar("ReportT")
 
+ENTRY: Final = "kvd.transfer.child"
 TRANSFER_WORKER: Final = "kvd.transfer.worker"
 
 
@@ -39,7 +42,7 @@ class WorkerChild:
     """
 
     def __init__(self, module: str = TRANSFER_WORKER) -> None:
-        """Start it: ``python -m MODULE SOCKET PARENT``.
+        """Start it; ``main`` of that module gets its end of the socket.
 
         Raises:
             OSError: this host has no process or descriptor left for it.
@@ -56,7 +59,10 @@ class WorkerChild:
                 self.process = subprocess.Popen(
                     # Without the current directory on its path: what lies there is not for it to
                     # import.
-                    [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
+                    [
+                        *(sys.executable, "-P", "-m", ENTRY, module),
+                        *(str(theirs.fileno()), str(os.getpid())),
+                    ],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                 )
@@ -112,3 +118,17 @@ def first_orders(
         found = [stream.order_of(body) for body in frames.feed(data)]
         if found:
             return found, received
+
+
+def main() -> None:
+    """Be what the first argument names."""
+    module, descriptor, parent = sys.argv[1:]
+    # Before it loads, which takes a busy host seconds: until it reads its first order the
+    # descriptors of that one, the daemon's lock among them, are in its socket, and stay as long as
+    # it lives.
+    die_with(int(parent))
+    importlib.import_module(module).main(socket.socket(fileno=int(descriptor)))
+
+
+if __name__ == "__main__":
+    main()

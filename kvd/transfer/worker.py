@@ -1,4 +1,4 @@
-"""The transfer process: ``python -m kvd.transfer.worker SOCKET PARENT``.
+"""The transfer process; how it is started is said in ``child``.
 
 One loop thread owns the sending agents. It sleeps in epoll on the order socket, on a wake-up
 descriptor and on UCX's own TCP descriptors; it posts, checks and reports. Beside it: NIXL's
@@ -26,11 +26,9 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import socket
-import sys
 import threading
 from collections import deque
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from kvd.core.effects import (
     Copy,
@@ -46,7 +44,7 @@ from kvd.core.effects import (
 )
 from kvd.core.inputs import Copied, CopyFailed, MemoryPinned
 from kvd.device.cuda import CudaError
-from kvd.transfer.child import die_with, first_orders
+from kvd.transfer.child import first_orders
 from kvd.transfer.copies import COPIER, Area, Copier, mapped_area
 from kvd.transfer.device_streams import DeviceStuck
 from kvd.transfer.devices import Devices, DeviceUnusable
@@ -90,6 +88,9 @@ from kvd.transfer.sending_agents import (
 )
 from kvd.transfer.staging import PACKER, STAGING_BYTES
 from kvd.transfer.sums import SUMMER, PageSumJob, Summers, Sums
+
+if TYPE_CHECKING:
+    import socket
 
 TICK_S: Final = 0.02
 """A look at what is in flight, should no descriptor have told of it."""
@@ -380,11 +381,9 @@ def _told(mine: OwnMemory, blob: bytes) -> Metadata:
     )
 
 
-def main() -> None:
-    """Serve the socket whose descriptor is the first argument."""
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    die_with(parent)
-    worker = TransferWorker(socket.socket(fileno=descriptor))
+def main(orders: socket.socket) -> None:
+    """Serve that socket."""
+    worker = TransferWorker(orders)
     try:
         worker.begin()
     except (NixlUnusable, RegionUnusable, DeviceUnusable) as exc:
@@ -397,7 +396,3 @@ def main() -> None:
     except (CudaError, DeviceStuck) as exc:
         # While it has nothing to post the loop sums too; of a device that has failed it says so.
         worker.fail(Dying(str(exc)))
-
-
-if __name__ == "__main__":
-    main()

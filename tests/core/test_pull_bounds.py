@@ -459,6 +459,25 @@ def test_they_give_way_to_whatever_an_engine_asks(how):
     assert len(open_rooms(world)) < 4
 
 
+def test_one_that_gives_way_in_the_tick_in_which_its_time_is_over_ends_once():
+    """A waiter's time is over, the one behind it is admitted, and rooms end, all at once."""
+    world, peer = asking(p_pages=61, pull_share=1.0, peer_pull_share=1.0, pull_offer_s=0.5)
+    cached(world.p, *[other(n) for n in range(4)])
+    world.p.lease(tokens((1, 15 * PAGE)))
+    for n in range(4):
+        peer.ask(other(n))
+    world.p.call(client.OpenLease, tokens((1, 50 * PAGE)), deadline_s=0.3)
+    world.p.call(client.OpenLease, tokens((5, 10 * PAGE)), deadline_s=9.0)
+    waits = world.p.calls
+    assert len(open_rooms(world)) == 4
+
+    world.pass_time(0.6, tick_s=0.6)
+
+    assert isinstance(world.p.answer(waits), client.Leased)
+    assert not open_rooms(world)
+    assert world.p.node.leases.gave_way == []
+
+
 def test_what_is_being_sent_does_not_give_way():
     world = World(p_pages=21)
     cached(world.p, PROMPT)

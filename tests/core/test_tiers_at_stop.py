@@ -148,7 +148,7 @@ def test_prompts_that_begin_alike_are_written_once_and_from_the_top():
 
 @pytest.mark.parametrize("ends", ["bound", "storage", "away"])
 def test_it_ends_at_its_bound_and_with_its_storage_process(ends):
-    world = world_of()
+    world = world_of(deadline_s=2 * STOP_S)
     world.d.hold_storage = True
     stop(world.d)
     assert not is_stopped(world.d)

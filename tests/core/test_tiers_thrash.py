@@ -135,9 +135,9 @@ def test_who_is_over_its_ceiling_is_told_that():
     batch = Batch(world)
     for _ in range(4):
         ask_for(d)
-        d.node.tiers.set_quotas(())
+        d.node.tiers.set_quotas((), ())
         batch.write(POOL)
-        d.node.tiers.set_quotas((Quota("chat", ceiling_pages=2),))
+        d.node.tiers.set_quotas((Quota("chat", ceiling_pages=2),), ())
         batch.write(OBJECTS // 4, pages_each=4)
     ask_for(d)
 

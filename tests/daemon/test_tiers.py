@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
@@ -23,9 +24,6 @@ from tests.daemon.conftest import findings
 from tests.daemon.kv import PAGE, PAGE_BYTES, SHAPE, digest, tokens_of, write
 from tests.support.daemons import Daemon, two_daemons
 from tests.support.disks import small_disk
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROMPT_PAGES = 24
 PROMPT_TOKENS = PROMPT_PAGES * PAGE
@@ -140,12 +138,20 @@ class Tiered:
 
     def objects(self):
         """The files of objects, the oldest used first."""
-        found = [path for path in self.directory.glob("*/*/*/*") if len(path.name) == 40]
-        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+        found = []
+        for path in self._objects():
+            with contextlib.suppress(FileNotFoundError):  # it may go meanwhile
+                found.append((path.stat().st_mtime_ns, path))
+        return [path for _, path in sorted(found)]
+
+    def _objects(self) -> list[Path]:
+        # By a walk, to which a directory that goes meanwhile is no error.
+        every = ((top, name) for top, _, names in os.walk(self.directory) for name in names)
+        return [Path(top, name) for top, name in every if len(name) == 40]
 
     def files(self) -> int:
         """How many objects lie there."""
-        return len(list(self.directory.glob("*/*/*/*")))
+        return len(self._objects())
 
     def n_bytes(self) -> int:
         """What lies there takes."""

@@ -28,7 +28,7 @@ from tests.daemon.test_tiers import (
     settings,
 )
 from tests.support.daemons import Daemon, DaemonFailed
-from tests.support.disks import small_disk
+from tests.support.disks import LoopDisk, loop_disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,25 +41,31 @@ DISK_OBJECTS = 220
 MOST_OBJECTS = 300
 
 
+FILES_BYTES = 3 * 2**20
+"""What a file system takes for itself."""
+
+
 @pytest.fixture
-def disk(tmp_path) -> Iterator[Path]:
+def disk(tmp_path) -> Iterator[LoopDisk]:
     """A file system of its own for the tier."""
-    with small_disk(tmp_path / "tier", DISK_OBJECTS * OBJECT_BYTES) as place:
-        yield place
+    with loop_disk(tmp_path / "tier", DISK_OBJECTS * OBJECT_BYTES + FILES_BYTES) as found:
+        yield found
 
 
 class Trouble:
     """What may happen to a tier, each at any time."""
 
-    def __init__(self, tiered: Tiered, place: Path, source: random.Random) -> None:
+    def __init__(self, tiered: Tiered, disk: LoopDisk, source: random.Random) -> None:
         self.tiered = tiered
-        self.place = place
+        self.disk = disk
+        self.place = disk.place
         self.source = source
         self.frozen: list[int] = []
         self.done: list[str] = []
         self.kinds: tuple[Callable[[], None], ...] = (
             *(self.kill_storage, self.freeze_storage, self.kill_daemon, self.stop_daemon),
             *(self.cut, self.damage, self.swap, self.lose, self.fill, self.protect, self.heal),
+            *(self.slow, self.hang),
         )
 
     def happen(self) -> None:
@@ -89,12 +95,26 @@ class Trouble:
 
     def kill_daemon(self) -> None:
         self.tiered.daemon.kill()
-        self.tiered.start()
+        self.start()
 
     def stop_daemon(self) -> None:
         self.thaw()  # a disk that hangs delays a stop by its bound, which is another test
         self.tiered.daemon.stop()
+        self.start()
+
+    def start(self) -> None:
+        self.disk.thaw()  # else the one before has its lock still, which is another test
         self.tiered.start()
+        for pid in filter(None, [self.tiered.daemon.pid, self._storage()]):
+            self.disk.take(pid)
+
+    def slow(self) -> None:
+        self.disk.forget()
+        self.disk.read_at(self.source.choice((1, 4, 40)) * OBJECT_BYTES)
+
+    def hang(self) -> None:
+        self.disk.thaw()  # it may be frozen once only
+        self.disk.freeze()
 
     def cut(self) -> None:
         self._spoil(lambda path: os.truncate(path, self.source.randrange(OBJECT_BYTES)))
@@ -116,6 +136,7 @@ class Trouble:
         self._spoil(lambda path: path.unlink())
 
     def _spoil(self, how: Callable[[Path], object]) -> None:
+        self.disk.thaw()  # or who writes there hangs too
         for _ in range(3):
             path = self._object()
             # It may go meanwhile, and the disk may be read-only or full.
@@ -124,6 +145,7 @@ class Trouble:
                     how(path)
 
     def fill(self) -> None:
+        self.disk.thaw()
         free = shutil.disk_usage(self.place).free
         with contextlib.suppress(OSError):
             (self.place / "writing" / "filler").write_bytes(
@@ -135,17 +157,20 @@ class Trouble:
 
     def heal(self) -> None:
         self.thaw()
+        self.disk.read_at(0)
         self._remount("rw")
         with contextlib.suppress(OSError):
             (self.place / "writing" / "filler").unlink()
 
     def _remount(self, how: str) -> None:
+        self.disk.thaw()
         # Refused while somebody writes: then nothing happens.
         subprocess.run(
             ["mount", "-o", f"remount,{how}", self.place], capture_output=True, check=False
         )
 
     def thaw(self) -> None:
+        self.disk.thaw()
         for pid in self.frozen:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -159,10 +184,10 @@ def test_whatever_happens_to_a_disk_what_is_found_belongs_there(tmp_path, disk, 
     size = f"{MOST_OBJECTS * OBJECT_BYTES // 1024}KiB"
     sets = {"tiers.disk.size": size, "tiers.disk.wait_s": "1"}
     tiered = Tiered(Daemon("solo", tmp_path, settings(tmp_path, **sets)), tmp_path)
-    tiered.start()
+    trouble = Trouble(tiered, disk, source)
+    trouble.start()
     tiered.fill()
     digests = dict(tiered.digests)
-    trouble = Trouble(tiered, disk, source)
     found, longest_s = 0, 0.0
     try:
         for _ in range(STEPS):

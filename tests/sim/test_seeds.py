@@ -34,7 +34,7 @@ def test_nothing_is_violated_in_any_weather(profile):
         assert ending.steps > plan.steps
 
 
-@pytest.mark.parametrize("profile", ["storm", "copies", "tiers", "store"])
+@pytest.mark.parametrize("profile", ["storm", "copies", "tiers", "store", "both"])
 def test_nothing_is_violated_when_everything_is_checked_after_every_step(profile):
     plan = SimPlan(steps=400, nodes=2, profile=profile, audit_steps=1)
     for seed in range(100, 106):
@@ -109,6 +109,24 @@ def test_a_store_that_lies_is_read_by_many_and_written_at_a_stop():
     assert not [again(ending, plan) for ending in endings if ending.violation]
     assert min(seen["read"], seen["bad"], seen["at stop"]) > 10, seen
     assert seen["stopped"] > 2
+
+
+def test_pages_come_from_a_disk_and_from_the_store_below_it():
+    plan = SimPlan(steps=1500, profile="both")
+    read: Counter[str] = Counter()
+
+    class Counting(NodeState):
+        def step(self, got):
+            step = super().step(got)
+            for event in step.events:
+                if isinstance(event, PagesPromoted):
+                    read[event.tier] += event.pages
+            return step
+
+    endings = [run_seed(seed, plan, Counting) for seed in range(12)]
+
+    assert not [again(ending, plan) for ending in endings if ending.violation]
+    assert min(read["disk"], read["store"]) > 10, read
 
 
 def test_nothing_is_lost_and_everything_is_delivered_when_it_is_calm():

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from kvd.core.layout.geometry import Geometry, PieceRow
+from kvd.daemon.lock import AlreadyRunning, take
 from kvd.transfer.child import MOST_DESCRIPTORS, WorkerChild
 from kvd.transfer.orders import (
     NO_FD,
@@ -65,6 +69,39 @@ async def test_what_it_is_told_of_its_environment_is_what_its_transport_goes_by(
 
     with pytest.raises(TransportDown, match="UCX_TLS is 'nonsense': try without it"):
         await asyncio.wait_for(process.start(lambda _: None, lambda _: None), 60)
+
+
+HOLDER = """
+import os, socket, sys, time
+from kvd.daemon.lock import take
+from kvd.transfer.child import WorkerChild
+child = WorkerChild("slow_to_load")
+socket.send_fds(child.socket, [b"x"], [take(sys.argv[1])])
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_daemon_has_handed_to_a_child_that_still_loads_is_free_at_once(tmp_path):
+    """The lock among it: until that child has ended no daemon can start."""
+    lock, loads = str(tmp_path / "lock"), tmp_path / "loads"
+    (tmp_path / "slow_to_load.py").write_text(
+        f"import time\nopen({str(loads)!r}, 'w').close()\ntime.sleep(60)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, lock], env={**os.environ, "PYTHONPATH": path}
+    )
+    until_s = time.monotonic() + 60
+    while not loads.exists():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    with pytest.raises(AlreadyRunning):
+        take(lock)
+
+    holder.kill()
+    holder.wait()
+
+    os.close(take(lock))
 
 
 def test_descriptors_get_the_numbers_that_they_have_where_they_arrive():

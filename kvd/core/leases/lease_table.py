@@ -712,6 +712,9 @@ class LeaseTable:
 
         What its engine has said to be written stays cached, whatever ended it.
         """
+        # It gave way earlier in this step: who held it is told at its end, and may let go before.
+        if lease.id not in self.leases:
+            return
         # First of all: what joins the tree needs the lock, and is noted as of a lease that has an
         # engine.
         if lease.said and holder == ENGINE:
@@ -724,22 +727,7 @@ class LeaseTable:
             self._journal.note_ended(lease)
             self._journal.note_freed(self._lent_by(lease))
         if lease.holders:
-            # Only its engine goes on into it; and nothing is promised to what ends below either.
-            if ENGINE not in lease.holders:
-                self.releases += self.promises.end(lease)
-            if lease.holders == {ENGINE}:
-                # The last send is over: the next slide may give back what was kept for it.
-                lease.sends = None
-            elif (
-                self._journal is not None
-                and holder in OUTLIVING
-                and lease.holders.isdisjoint(OUTLIVING)
-            ):
-                # Only a transfer or a copy of ours is left, and those end with this process.
-                self._journal.note_freed(lease.held)
-            if ENGINE not in lease.holders:
-                self._cut_reserve(lease)
-                self._may_go(lease)
+            self._go_on(lease, holder)
             return
         if self.components.each:
             # Under the lock, as in ``vacate``.
@@ -748,6 +736,23 @@ class LeaseTable:
         was_locked = self._unlock(lease)
         self.saved.drop(lease)
         self.forget(lease, cause, self._give_up(lease, lease.held, cause), was_locked)
+
+    def _go_on(self, lease: LeaseRecord, gone: str) -> None:
+        """``gone`` has let go, and others hold it still."""
+        # Only its engine goes on into it; and nothing is promised to what ends below either.
+        if ENGINE not in lease.holders:
+            self.releases += self.promises.end(lease)
+        if lease.holders == {ENGINE}:
+            # The last send is over: the next slide may give back what was kept for it.
+            lease.sends = None
+        elif (
+            self._journal is not None and gone in OUTLIVING and lease.holders.isdisjoint(OUTLIVING)
+        ):
+            # Only a transfer or a copy of ours is left, and those end with this process.
+            self._journal.note_freed(lease.held)
+        if ENGINE not in lease.holders:
+            self._cut_reserve(lease)
+            self._may_go(lease)
 
     def _cut_reserve(self, lease: LeaseRecord) -> None:
         """No engine writes it any more: only the prompts that are sent of it are read."""

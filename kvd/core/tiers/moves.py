@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.outbox import Outbox
-    from kvd.core.tiers.tier import StorageTier
+    from kvd.core.tiers.tier import StorageEnding, StorageTier
 
 M = TypeVar("M", bound="TierMove")
 
@@ -71,14 +71,13 @@ class TierMove:
 class TierMoves:
     """The orders under way, by ticket; the order in which they stand is that of their orders."""
 
-    __slots__ = ("_last_ticket", "_out", "heard_s", "is_restarting", "under_way")
+    __slots__ = ("_last_ticket", "_out", "ending", "heard_s", "under_way")
 
-    def __init__(self, out: Outbox) -> None:
+    def __init__(self, ending: StorageEnding, out: Outbox) -> None:
+        self.ending = ending
         self.under_way: dict[int, TierMove] = {}
         self.heard_s = 0.0
         """When the storage process last answered one."""
-        self.is_restarting = False
-        """Whether its process is being killed."""
         self._last_ticket = 0
         self._out = out
 
@@ -111,7 +110,7 @@ class TierMoves:
     def cut(self) -> list[TierMove]:
         """The process is reaped, and all of them with it."""
         moves, self.under_way = list(self.under_way.values()), {}
-        self.is_restarting = False
+        self.ending.why = ""
         return moves
 
     def of_lease(self, lease: int) -> TierMove | None:
@@ -130,7 +129,7 @@ class TierMoves:
 
     def restart_if_silent(self) -> TierMove | None:
         """End a process that answers nothing; the order that it was ended for."""
-        if self.is_restarting:
+        if self.ending.why:
             return None
         for move in self.under_way.values():
             silent_s = self._out.at_s - max(move.since_s, self.heard_s)
@@ -141,10 +140,9 @@ class TierMoves:
 
     def restart(self, of: str, silent_s: float) -> None:
         """End the process, which has not answered an order for so long."""
-        if not self.is_restarting:
-            self.is_restarting = True
-            why = f"{of}: no answer for {silent_s:.1f} s"
-            self._out.effects.append(effects.RestartStorage(why))
+        if not self.ending.why:
+            self.ending.why = f"{of}: no answer for {silent_s:.1f} s"
+            self._out.effects.append(effects.RestartStorage(self.ending.why))
 
     def drop(self, tier: StorageTier, namespace: str, keys: Sequence[bytes]) -> None:
         """Have these objects removed, before anything that is ordered from now on.

@@ -133,10 +133,21 @@ class TierHealth:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
+class StorageEnding:
+    """Of the process of all tiers: why it is being killed, as long as it is not reaped."""
+
+    __slots__ = ("why",)
+
+    def __init__(self) -> None:
+        self.why = ""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class StorageTier:
     """One of them, by its name. Read it; the parts of this room write it."""
 
     __slots__ = (
+        "_ending",
         "_out",
         "counts",
         "down_why",
@@ -153,7 +164,7 @@ class StorageTier:
         "written_rate",
     )
 
-    def __init__(self, settings: TierSettings, out: Outbox) -> None:
+    def __init__(self, settings: TierSettings, ending: StorageEnding, out: Outbox) -> None:
         self.settings = settings
         self.name = settings.name
         n_objects = max(1, settings.capacity_bytes // settings.object_bytes)
@@ -178,12 +189,16 @@ class StorageTier:
         self.dropped_namespaces: dict[str, int] = {}
         """Those whose objects were ordered away, by the last ticket before: as long as no later
         one is answered nobody knows that it was done."""
+        self._ending = ending
         self._out = out
 
     @property
     def is_serving(self) -> bool:
         """Whether anything is read from it now."""
-        return self.generation > 0 and self._out.at_s >= self.health.away_until_s
+        # A process that is being killed answers nothing, however long the kernel takes to end it.
+        if not self.generation or self._ending.why:
+            return False
+        return self._out.at_s >= self.health.away_until_s
 
     @property
     def is_written(self) -> bool:
@@ -202,6 +217,8 @@ class StorageTier:
         """Why it does not serve, or why nothing is written there while it does."""
         if not self.generation:
             return self.down_why
+        if self._ending.why:
+            return f"its process is being killed: {self._ending.why}"
         if self.health.why or not self.writing.why:
             return self.health.why
         return f"nothing is written: {self.writing.why}"

@@ -27,7 +27,7 @@ from kvd.core.tiers.node_keys import KeysAtNodes
 from kvd.core.tiers.pins import TierPins
 from kvd.core.tiers.promotion import PagePromotion, Promotions
 from kvd.core.tiers.removed import BEYOND, EPOCH, FLUSH, FOREIGN, MissedObjects, Removal, side_of
-from kvd.core.tiers.tier import StorageTier
+from kvd.core.tiers.tier import StorageEnding, StorageTier
 from kvd.types import ID_BYTES
 from kvd.wire import events
 from kvd.wire.cache_events import CacheThrashing
@@ -64,8 +64,9 @@ class Tiers:
         # What lies beside the first component has pages of its own at the nodes, which no object
         # has; and without a tree nothing would ever be found.
         is_fit = not leases.components.each and settings.cache_mode is CacheMode.RADIX
-        self.each = tuple([StorageTier(tier, out) for tier in settings.tiers if is_fit])
-        self.moves = TierMoves(out)
+        ending = StorageEnding()
+        self.moves = TierMoves(ending, out)
+        self.each = tuple([StorageTier(tier, ending, out) for tier in settings.tiers if is_fit])
         self.keys = KeysAtNodes(settings.spec, leases.tree)
         self.quiet = QuietLocks(leases.tree)
         self.demoters = tuple(
