@@ -413,6 +413,10 @@ class TierState(msgspec.Struct, frozen=True):
     probe_hits: int = 0
     unasked: int = 0
     """Prompts that were not asked for: they were not there a moment ago, or were flushed."""
+    gives_way_s: float | None = None
+    """For how long now what is written has made way for handoffs; None: it does not."""
+    gave_way_s: float = 0.0
+    """How long it has in all, since the daemon began."""
 
 
 IN_POOL: Final = "pool"

@@ -148,6 +148,8 @@ def tier_state(node: NodeView, tier: StorageTier) -> TierState:
         probes=counts.probes,
         probe_hits=counts.probe_hits,
         unasked=counts.unasked,
+        gives_way_s=tier.gives_way_s,
+        gave_way_s=counts.gave_way_s + (tier.gives_way_s or 0.0),
     )
 
 
