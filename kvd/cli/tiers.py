@@ -10,6 +10,7 @@ from kvd.cli import render
 from kvd.cli.link import Target, with_target
 from kvd.cli.look import snapshot
 from kvd.cli.options import with_format
+from kvd.core.tiers.words import way_made
 from kvd.text import counted
 from kvd.types import amount
 from kvd.wire.snapshot import IN_POOL
@@ -70,6 +71,8 @@ def _prose(tier: TierState) -> Iterator[str]:
         f"{tier.writing} being written, {tier.reading} being read, "
         f"{counted(tier.waiting, 'request')} waiting"
     )
+    if tier.gives_way_s is not None:
+        yield f"{way_made(tier.gives_way_s)}, {tier.gave_way_s:.1f} s since the daemon began"
     if tier.is_shared:
         yield (
             f"asked for what others wrote {counted(tier.probes, 'time')}, found some of it "

@@ -140,6 +140,9 @@ class DiskTierSection(msgspec.Struct, frozen=True):
     """Bytes under way to there at a time, and as many from there: their pages are locked."""
     max_rate: Annotated[str | None, rule(SIZE_RULE), example("1GiB")] = None
     """Bytes a second to there at most, and as many from there. Left out: what the disk does."""
+    share_beside_handoffs: Annotated[float, Meta(ge=0.01, le=1)] = 0.25
+    """While bytes of handoffs move and processors are short, what is written there takes no more
+    than this share of the time that it would. 1: it gives way to none."""
 
 
 class StoreTierSection(msgspec.Struct, frozen=True):

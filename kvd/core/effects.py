@@ -318,13 +318,24 @@ class ProbeTier(msgspec.Struct, frozen=True, tag="ProbeTier"):
     keys: bytes
 
 
+class PaceWrites(msgspec.Struct, frozen=True, tag="PaceWrites"):
+    """What is written to a tier takes at most this ``share`` of its time from now on; 1: all of it.
+
+    At once, also for what was ordered before. Not where processors are to spare: who is to be made
+    way for has them then. Not answered.
+    """
+
+    tier: str
+    share: float
+
+
 class RestartStorage(msgspec.Struct, frozen=True, tag="RestartStorage"):
     """Kill and reap the storage process, say ``StorageGone``, then start the next: a fence."""
 
     why: str
 
 
-StorageOrder = Demote | Promote | DropObjects | AgeObjects | DropNamespace | ProbeTier
+StorageOrder = Demote | Promote | DropObjects | AgeObjects | DropNamespace | ProbeTier | PaceWrites
 """What goes to the storage process, as it stands and in this order."""
 
 TransferOrder = (

@@ -161,7 +161,14 @@ class NodeState(NodeParts):
             self.drainer.end_if_over()
         if self.misgiven:
             self.audit.caught(self.misgiven)
+        # Last: what this step has ordered of a tier makes way too.
+        if self.tiers.each and self._handoffs_move():
+            self.tiers.give_way()
         return out.drain()
+
+    def _handoffs_move(self) -> bool:
+        """Whether bytes of handoffs are under way, from here or to here."""
+        return self.prefiller.posts.is_moving or self.decoder.is_moving
 
     def _pool_adopted(self, got: i.PoolAdopted) -> None:
         self.former_leases.take_over(got)
@@ -349,7 +356,7 @@ class NodeState(NodeParts):
     def _tick(self, _: i.Tick) -> None:
         # After the goodbye nobody hears a heartbeat, and nothing ends but what tiers still move.
         if self.drainer.has_left:
-            self.tiers.tick()
+            self._tick_tiers()
             return
         lost = self.peers.age_peers()
         for peer in lost:
@@ -370,13 +377,19 @@ class NodeState(NodeParts):
         self.epoch_answers.tick()
         self.drainer.tick()
         if self.tiers.each:
-            self.tiers.tick()
+            self._tick_tiers()
         if self.peers.pulse.is_due():
             self.decoder.quarantines.fence_if_due()
             for peer in list(self.peers.by_name.values()):
                 self._beat(peer)
             self.peers.redial()
             self.peers.hang_up_idle(self._is_used)
+
+    def _tick_tiers(self) -> None:
+        self.tiers.tick()
+        # Here alone, and not with the last byte: one handoff may follow the other at once.
+        if not self._handoffs_move():
+            self.tiers.go_on()
 
     def _beat(self, peer: Peer) -> None:
         if peer.life is not Life.LOST:

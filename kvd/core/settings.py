@@ -63,6 +63,8 @@ class TierSettings(msgspec.Struct, frozen=True):
     """An order without an answer for so long ends the storage process."""
     max_moving_bytes: int = 2**28
     """Under way at a time, each way."""
+    share_beside_handoffs: float = 1.0
+    """Of its time, what is written takes no more while bytes of handoffs move; 1: all of it."""
     is_shared: bool = False
     """Others write there too: what lies there is asked for, and nothing is removed for a bound."""
     absent_s: float = 10.0

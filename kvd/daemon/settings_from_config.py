@@ -121,6 +121,7 @@ def _tiers(config: Config, spec: PoolSpec) -> tuple[TierSettings, ...]:
                 deadline_s=disk.deadline_s,
                 stop_s=disk.stop_s,
                 max_moving_bytes=min(size_bytes(disk.max_moving) or 0, most_moving),
+                share_beside_handoffs=disk.share_beside_handoffs,
                 quotas=disk_quotas(config, spec),
             )
         )

@@ -281,6 +281,8 @@ def _of_tiers(tiers: tuple[TierState, ...]) -> Iterator[Metric]:
     yield total("kvd_tier_moved_bytes", moved, by(_tier_bytes), ("tier", "direction"))
     asked = "Requests that found pages there (hit), waited, waited too long, or found no room."
     yield total("kvd_tier_requests", asked, by(_tier_requests), ("tier", "outcome"))
+    way = "How long what is written has made way for handoffs."
+    yield total("kvd_tier_gave_way_seconds", way, each(lambda t: t.gave_way_s), ("tier",))
     failed = "Orders that came to nothing, or ended with their storage process (cut)."
     yield total("kvd_tier_failed_orders", failed, by(_tier_failures), ("tier", "outcome"))
 

@@ -86,6 +86,8 @@ class Drive:
                 self._disk.age(order)
             case effects.DropNamespace():
                 self._disk.drop_namespace(order.namespace)
+            case effects.PaceWrites():
+                pass  # there are no handoffs here
             case effects.ProbeTier():
                 raise Violated(f"nobody else writes to a drive, and it is asked: {order}")
         self._begin()

@@ -130,6 +130,7 @@ class NodeShell:
                 | effects.AgeObjects()
                 | effects.DropNamespace()
                 | effects.ProbeTier()
+                | effects.PaceWrites()
             ):
                 self.order_storage(effect)
             case effects.RestartStorage():

@@ -175,6 +175,7 @@ class SimTierLane:
         self._agenda = process.host.world.agenda
         self._random = process.host.world.rng.random
         self._is_busy = False
+        self._write_share = 1.0
 
     def cut(self) -> None:
         """Its process was killed."""
@@ -192,6 +193,9 @@ class SimTierLane:
 
     def order(self, order: effects.StorageOrder) -> None:
         """Take an order."""
+        if isinstance(order, effects.PaceWrites):
+            self._write_share = order.share
+            return
         memory = self.host.memory.first
         is_demotion = isinstance(order, effects.Demote)
         pages = page_ids(order.pages) if isinstance(order, effects.Demote) else []
@@ -206,6 +210,8 @@ class SimTierLane:
         if is_stormy and dice < NEVER:
             return
         longest_s = SLOW_S if is_stormy and dice < NEVER + SLOW else ORDER_S
+        if isinstance(self.orders[0][0], effects.Demote):
+            longest_s /= self._write_share
         self._agenda.after(longest_s * self._random(), self._process.told, self._carry_out)
 
     def ready(self) -> None:
@@ -219,12 +225,21 @@ class SimTierLane:
     def _carry_out(self) -> None:
         order, held = self.orders.pop(0)
         self._is_busy = False
-        report: inputs.StorageReport | None = None
+        report = self._carried_out(order, held)
+        if report is not None:
+            self.host.feed(report)
+        if self._process.is_alive:
+            self._begin()
+
+    def _carried_out(
+        self, order: effects.StorageOrder, held: list[int]
+    ) -> inputs.StorageReport | None:
+        """Do it; what is said of it."""
         match order:
             case effects.Demote():
-                report = self._demote(order, held)
+                return self._demote(order, held)
             case effects.Promote():
-                report = self._promote(order)
+                return self._promote(order)
             case effects.DropObjects():
                 self.disk.drop(order)
             case effects.AgeObjects():
@@ -233,11 +248,10 @@ class SimTierLane:
                 if not self._is_shared:
                     self.disk.drop_namespace(order.namespace)
             case effects.ProbeTier():
-                report = self._probe(order)
-        if report is not None:
-            self.host.feed(report)
-        if self._process.is_alive:
-            self._begin()
+                return self._probe(order)
+            case effects.PaceWrites():
+                pass  # since it was ordered
+        return None
 
     def _probe(self, order: effects.ProbeTier) -> inputs.TierProbed:
         require(self._is_shared, f"{self.host.name}: no tier here is shared: {order}")

@@ -189,6 +189,7 @@ class World:
             wait_s=rng.choice((0.1, 1.0)),
             deadline_s=2.0,
             max_moving_bytes=rng.choice((1, 4, 32)),
+            share_beside_handoffs=0.25,
         )
 
     def _quotas(self, n_pages: int) -> tuple[Quota, ...]:

@@ -39,12 +39,14 @@ class StorageLost(Exception):
 class Capabilities(msgspec.Struct, frozen=True):
     """What a backend can do, and what suits it.
 
-    ``batch_bytes``, ``batch_objects``: what it should be given at a time.
+    ``batch_bytes``, ``batch_objects``: what it should be given at a time. ``write_bytes``: less of
+    that where it is written, since a batch that was begun makes way for nobody.
     """
 
     transport: str
     batch_bytes: int
     batch_objects: int
+    write_bytes: int
 
 
 class ObjectName(NamedTuple):

@@ -10,6 +10,9 @@ whichever order it is of. What is written or dropped is so in the order in which
 room that is made is there before what it was made for. What is read passes by all of that, and
 finds an object or does not.
 
+What is written makes way for handoffs when it is told to (``PaceWrites``): it goes in small pieces
+then, and rests after each. What is read never does: a request may wait for it.
+
 An object that does not verify is removed at once, and named in the ``Promoted``. Invariants: each
 order is answered once, after its last batch, and then none of its pages is read or written any
 more; at most ``AHEAD`` batches wait between two threads.
@@ -23,12 +26,21 @@ from functools import partial
 from queue import Queue
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
-from kvd.core.effects import AgeObjects, Demote, DropNamespace, DropObjects, ProbeTier, Promote
+from kvd.core.effects import (
+    AgeObjects,
+    Demote,
+    DropNamespace,
+    DropObjects,
+    PaceWrites,
+    ProbeTier,
+    Promote,
+)
 from kvd.core.inputs import Demoted, Promoted, TierProbed
 from kvd.core.tiers.keys import each_key
 from kvd.storage.backend import ObjectName, ObjectRead, ObjectWrite, StoredObject
 from kvd.storage.objects import BadObject, ObjectHead, packed_head, read_head, sum_of
 from kvd.storage.probing import search, waiting
+from kvd.transfer.core_waits import CoreWaits
 from kvd.transfer.orders import UNSTAMPED
 from kvd.types import count, page_ids
 
@@ -44,6 +56,9 @@ if TYPE_CHECKING:
 
 AHEAD: Final = 2
 """Batches between two threads."""
+
+PIECE_BYTES: Final = 2**20
+"""Written at a time beside handoffs, or one object; then it rests."""
 
 APART_NS: Final = 1000
 """Between the times of two objects that are used together: of a prompt the last one goes first."""
@@ -130,6 +145,35 @@ class Pace:
             time.sleep(begin_s - now_s)
 
 
+class WriteShare:
+    """How much of their time the threads that write take: all of it, or a share, beside handoffs.
+
+    A share only where cores are scarce: a thread that rests beside an idle core helps nobody.
+    """
+
+    def __init__(self) -> None:
+        self._share = 1.0
+        self._changed = threading.Condition()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether they make way for nobody."""
+        return self._share >= 1
+
+    def set(self, share: float) -> None:
+        """It is that much from now on; with all of it who rests goes on at once."""
+        with self._changed:
+            self._share = share
+            self._changed.notify_all()
+
+    def rest(self, began_s: float, waits: CoreWaits) -> None:
+        """Return when what a thread has done since then has had its share of the time."""
+        if self._share < 1 and waits.is_scarce():
+            rest_s = (time.monotonic() - began_s) * (1 / self._share - 1)
+            with self._changed:
+                self._changed.wait_for(lambda: self.is_whole, rest_s)
+
+
 class TierLanes:
     """What writes and reads one tier."""
 
@@ -149,7 +193,11 @@ class TierLanes:
         self._layout = layout
         self._report = report
         able = backend.capabilities
-        self._stride = max(1, min(able.batch_objects, able.batch_bytes // pages.page_bytes))
+        self._read_stride, self._write_stride, self._piece = [
+            max(1, min(able.batch_objects, n_bytes // pages.page_bytes))
+            for n_bytes in (able.batch_bytes, able.write_bytes, PIECE_BYTES)
+        ]
+        self._write_share = WriteShare()
         self._writing, self._reading = Pace(max_rate), Pace(max_rate)
         self._to_write: Queue[Demote | DropObjects | AgeObjects | DropNamespace] = Queue()
         self._to_read: Queue[Promote] = Queue()
@@ -173,6 +221,8 @@ class TierLanes:
     def want(self, order: StorageOrder) -> None:
         """Queue an order; one that makes no sense is refused whole."""
         match order:
+            case PaceWrites(share=share):
+                self._write_share.set(share)
             case ProbeTier():
                 self._to_probe.put(order)
             case DropObjects() | AgeObjects() | DropNamespace():
@@ -191,22 +241,23 @@ class TierLanes:
         strays = self._pages.strays(order.pages)
         return f"page {strays[0]} is no page of the pool" if strays else ""
 
-    def _batches(self, order: OrderT, used_ns: int) -> Iterator[_Batch[OrderT]]:
+    def _batches(self, order: OrderT, stride: int, used_ns: int) -> Iterator[_Batch[OrderT]]:
         keys, pages = each_key(order.keys), page_ids(order.pages)
         # One batch of nothing for an order of nothing: it is answered as any other.
-        for first in range(0, max(1, len(pages)), self._stride):
-            end = min(first + self._stride, len(pages))
+        for first in range(0, max(1, len(pages)), stride):
+            end = min(first + stride, len(pages))
             yield _Batch(order, range(first, end), keys, pages, used_ns)
 
     # ---- what is written -------------------------------------------------------------------------
 
     def _seal(self) -> None:
         """Sum pages and make heads of them."""
+        waits = CoreWaits()
         while True:
             match self._to_write.get():
                 case Demote() as order:
-                    for batch in self._batches(order, self._used_ns(order)):
-                        self._sealed.put(_SealedBatch(batch, self._writes(batch)))
+                    for batch in self._batches(order, self._write_stride, self._used_ns(order)):
+                        self._sealed.put(_SealedBatch(batch, self._writes(batch, waits)))
                 case AgeObjects() as order:
                     self._sealed.put(_aged(order, self._used_ns(order)))
                 case order:
@@ -220,12 +271,14 @@ class TierLanes:
         self._stop_ns = self._stop_ns or now_ns
         return self._stop_ns - order.behind * APART_NS
 
-    def _writes(self, batch: _Batch[Demote]) -> list[ObjectWrite]:
-        each = zip(batch.names, batch.pages, batch.used_ns, strict=True)
-        return [
-            ObjectWrite(name, self._head(name.key, page), self._pages.addresses(page), used_ns)
-            for name, page, used_ns in each
-        ]
+    def _writes(self, batch: _Batch[Demote], waits: CoreWaits) -> list[ObjectWrite]:
+        writes: list[ObjectWrite] = []
+        for name, page, used_ns in zip(batch.names, batch.pages, batch.used_ns, strict=True):
+            began_s = time.monotonic()
+            head, addresses = self._head(name.key, page), self._pages.addresses(page)
+            writes.append(ObjectWrite(name, head, addresses, used_ns))
+            self._write_share.rest(began_s, waits)
+        return writes
 
     def _head(self, key: bytes, page: int) -> bytes:
         head = ObjectHead(
@@ -238,7 +291,7 @@ class TierLanes:
 
     def _write(self) -> None:
         """Carry out what is sealed, in its order."""
-        tally = _Tally()
+        tally, waits = _Tally(), CoreWaits()
         while True:
             match self._sealed.get():
                 case DropObjects(namespace=namespace, keys=keys):
@@ -249,12 +302,22 @@ class TierLanes:
                     self._backend.drop_namespace(namespace)
                 case _SealedBatch(batch, writes):
                     self._writing.spend(len(writes) * self._pages.page_bytes)
-                    outcomes = self._backend.put(writes)
+                    outcomes = self._put(writes, waits)
                     for place, why in zip(batch.places, outcomes, strict=True):
                         tally.count(place, why)
                     if batch.is_last:
                         self._report(self._demoted(batch.order, tally))
                         tally = _Tally()
+
+    def _put(self, writes: list[ObjectWrite], waits: CoreWaits) -> list[str]:
+        """Write them together, or some at a time beside handoffs; what is wrong with each."""
+        outcomes: list[str] = []
+        while len(outcomes) < len(writes):
+            began_s, first = time.monotonic(), len(outcomes)
+            end = len(writes) if self._write_share.is_whole else first + self._piece
+            outcomes += self._backend.put(writes[first:end])
+            self._write_share.rest(began_s, waits)
+        return outcomes
 
     def _demoted(self, order: Demote, tally: _Tally) -> Demoted:
         return Demoted(
@@ -270,7 +333,7 @@ class TierLanes:
     def _read(self) -> None:
         """Read objects over their pages."""
         while True:
-            for batch in self._batches(self._to_read.get(), time.time_ns()):
+            for batch in self._batches(self._to_read.get(), self._read_stride, time.time_ns()):
                 reads = [
                     ObjectRead(name, self._judge(name.key), self._pages.addresses(page), used_ns)
                     for name, page, used_ns in zip(

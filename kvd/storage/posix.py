@@ -94,6 +94,7 @@ class DirectoryTier(Backend):
             transport="nixl POSIX (libaio)",
             batch_bytes=16 * 2**20,
             batch_objects=64,
+            write_bytes=4 * 2**20,
         )
         self._directory = directory
         self._root = os.path.join(directory, layout.hex())

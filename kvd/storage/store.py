@@ -61,6 +61,7 @@ class StoreTier(Backend):
             transport=f"nixl OBJ {plan.endpoint}",
             batch_bytes=BATCH * pages.page_bytes,
             batch_objects=BATCH,
+            write_bytes=BATCH * pages.page_bytes,
         )
         self._plan = plan
         self._pages = pages

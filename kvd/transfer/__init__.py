@@ -16,6 +16,7 @@ In the transfer process::
     event_waits     posts that wait for a CUDA event
     plans           from a post to descriptors; ``page_split``, ``window_layout``, ``staging``
     sums            page sums of what is sent and of what has arrived; ``assembly`` reads pages
+    core_waits      whether a thread finds a core when it wants one; storage asks it too
     paths           how bytes of a device are seen to travel
     copies          to the saved area, to the buffer, and back
     device_streams  the same by copy engines, of devices; what is summed of them

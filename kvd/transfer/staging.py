@@ -48,6 +48,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from kvd.transfer.core_waits import CoreWaits
 from kvd.transfer.metadata import strips
 
 if TYPE_CHECKING:
@@ -81,30 +82,6 @@ PACKER: Final = "packer"
 """The name of its thread."""
 GATHER_BELOW_BYTES: Final = 64 * 2**10
 """Stretches of this size and above travel as fast from where they lie."""
-
-
-class CoreWaits:
-    """Whether the thread that made it finds a core when it wants one, as the kernel counts it."""
-
-    def __init__(self) -> None:
-        try:
-            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            # A kernel that does not count: then there is always a core.
-            self._file = -1
-        self._ran, self._waited = self._times()
-
-    def is_scarce(self) -> bool:
-        """Whether it has waited more than half as long as it ran, since this was asked last."""
-        before_ran, before_waited = self._ran, self._waited
-        self._ran, self._waited = self._times()
-        return 2 * (self._waited - before_waited) > self._ran - before_ran
-
-    def _times(self) -> tuple[int, int]:
-        if self._file < 0:
-            return 0, 0
-        ran, waited, *_ = os.pread(self._file, 64, 0).split()
-        return int(ran), int(waited)
 
 
 class StagingSlot(NamedTuple):

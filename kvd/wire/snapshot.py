@@ -419,6 +419,10 @@ class TierState(msgspec.Struct, frozen=True):
     missed_soon: int = 0
     over_ceiling: int = 0
     """Pages that left the pool unwritten because their namespace was at its ceiling there."""
+    gives_way_s: float | None = None
+    """For how long now what is written has made way for handoffs; None: it does not."""
+    gave_way_s: float = 0.0
+    """How long it has in all, since the daemon began."""
 
 
 IN_POOL: Final = "pool"

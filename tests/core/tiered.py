@@ -39,6 +39,8 @@ class TieredSide(Side):
         self.storage = 0
         """The generation of the storage process; negative: it is dead and not reaped."""
         self.hold_storage = False
+        self.shares: list[float] = []
+        """Of its time, what is written was told to take."""
         self.fails_writing = self.fails_probing = ""
         self.restarted: list[str] = []
         super().begin()
@@ -68,6 +70,9 @@ class TieredSide(Side):
     @override
     def order_storage(self, order: effects.StorageOrder) -> None:
         assert self.storage, f"ordered of nobody: {order}"
+        if isinstance(order, effects.PaceWrites):
+            self.shares.append(order.share)
+            return
         self.orders.append(order)
 
     @override

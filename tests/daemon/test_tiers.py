@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -282,6 +283,38 @@ def test_a_pull_waits_half_of_its_deadline_for_a_storage_process_that_hangs(tmp_
         assert "to be read from tier disk" in row.why
         assert receive.prefix_len == receive.lease.kv_len == 0
         tiered.until_found(0)
+
+
+def test_what_is_written_makes_way_for_handoffs_and_is_there_in_the_end(tmp_path):
+    with two_daemons(tmp_path, settings(tmp_path), prefill=SHAPE) as pair:
+        tiered = Tiered(pair.decode, tmp_path)
+        handed, is_over = tokens_of(8 * PAGE, seed=99), threading.Event()
+
+        def hand_over() -> None:
+            ends = pair.prefill.client, pair.decode.client
+            with connect(ends[0], name="p") as p, connect(ends[1], name="d") as d:
+                lease = p.lease(handed)
+                for room in count(1):
+                    if is_over.is_set():
+                        return
+                    pending = d.begin_receive(room, handed, "p", cache=False)
+                    p.hand_over(room, lease=lease)
+                    receive = pending.wait(LIMIT_S)
+                    receive.done()
+                    receive.lease.release()
+
+        with ThreadPoolExecutor(1) as handing:
+            handoffs = handing.submit(hand_over)
+            try:
+                tiered.fill()
+                tiered.until(lambda: tiered.tier.gave_way_s > 0, "nothing makes way")
+            finally:
+                is_over.set()
+            handoffs.result(LIMIT_S)
+
+        tiered.until(lambda: tiered.tier.gives_way_s is None, "it makes way for nobody")
+        tiered.until_found(0)
+        tiered.assert_nothing_is_held()
 
 
 def test_a_storage_process_that_is_killed_costs_hits_and_no_transfer_process(tiered):

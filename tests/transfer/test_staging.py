@@ -16,6 +16,7 @@ from kvd.core.effects import Post
 from kvd.core.inputs import PostDone, PostFailed, WritePath
 from kvd.core.layout.spec import Mha, Mla, PageOrder, companion_pages
 from kvd.transfer.copies import mapped_area
+from kvd.transfer.core_waits import CoreWaits
 from kvd.transfer.descriptors import CUT_BYTES, packed_writes
 from kvd.transfer.mapping import HUGE_BYTES, map_scratch
 from kvd.transfer.nixl import NixlUnusable
@@ -31,7 +32,6 @@ from kvd.transfer.staging import (
     SLOTS,
     STAGING_BYTES,
     Band,
-    CoreWaits,
     Packing,
     Staging,
     is_worth_packing,

@@ -121,6 +121,11 @@ class Posts:
         self._out = out
         self._last = 0
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether bytes are on their way: those of a post that waits for its event are not."""
+        return len(self.parts) > len(self._event_waits)
+
     def plan_part(self, part: SendPart, offer: Offer, peer: Peer) -> None:
         """What of the prompt is to be posted for an Offer, and along which routes."""
         part.generation = offer.generation

@@ -78,6 +78,10 @@ OPEN = {*WANTED, D.DRAINING}
 """States in which the writer's word is still to come."""
 
 
+MOVING_S = 0.25
+"""So long after a word of its writer the bytes of a receive are taken to be on their way."""
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PreloadAsker:
     """A verified receive whose prompt is copied to its buffer before its engine hears of it."""
@@ -138,6 +142,18 @@ class Decoder:
         self._out = out
         self._last_part = 0
         self._last_handoff = 0
+        self._heard_s = float("-inf")
+        """When a writer last said that it has begun, or how far it is."""
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether bytes are on their way here, or are summed, as far as that is known.
+
+        A writer may compute for minutes between two pages: only its word says that some move.
+        """
+        if self.verifying.parts:
+            return True
+        return bool(self.by_handoff) and self._out.at_s - self._heard_s < MOVING_S
 
     def next_number(self) -> int:
         """Of a part, and of the receive whose first part it is."""
@@ -191,6 +207,7 @@ class Decoder:
             return
         # Accept comes again with each repeated Offer, and may be late: then it changes nothing.
         if part.state is D.OFFERED:
+            self._heard_s = self._out.at_s
             self._offered_to_receiving(part)
         begins = message.decode_prefix_len
         if part.state in ASKING and begins is not None and begins != part.prefix_tokens:
@@ -203,6 +220,7 @@ class Decoder:
         part = self._part(peer, message)
         # Not while it drains or is verified: what is told then is what Settled said.
         if part is not None and part.state in ASKING:
+            self._heard_s = self._out.at_s
             self._moved(part, message.moved_bytes)
             self.verifying.note_landed(part, message)
 

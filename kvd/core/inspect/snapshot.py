@@ -151,6 +151,8 @@ def tier_state(node: NodeView, tier: StorageTier) -> TierState:
         missed=tier.index.removed.n_missed,
         missed_soon=tier.index.removed.n_missed_soon,
         over_ceiling=counts.over_ceiling,
+        gives_way_s=tier.gives_way_s,
+        gave_way_s=counts.gave_way_s + (tier.gives_way_s or 0.0),
     )
 
 

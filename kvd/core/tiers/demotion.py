@@ -1,5 +1,9 @@
 """Demotion: pages are written to a tier before they leave the pool, so that eviction never waits.
 
+Handoffs go first: while bytes of them move, what is written takes a share of its time and no more
+(``PaceWrites``), the orders under way too. So nothing starves, and as soon as the oldest order is
+late against its deadline (``LATE``) all of it goes on as fast as it can, until that is answered.
+
 The next victims of the order of eviction are looked at, a few at a time, as far ahead as the pool
 may need pages soon (``AHEAD``). What a policy wants of them and the tier has not is ordered to be
 written; while it is read a lease of nobody's session keeps it, under a lock that is no use of it
@@ -45,6 +49,9 @@ AHEAD: Final = 4
 
 LOCKED: Final = 8
 """At most one page in so many of the pool is locked for being written."""
+
+LATE: Final = 4
+"""An order that has taken one part in so many of its deadline gives way to nobody."""
 
 MOST_LOOKS: Final = 512
 """At nodes, in one turn; of which so many pages are hashed, or one node:"""
@@ -237,10 +244,9 @@ class Demoter:
 
     def under_way(self) -> Iterator[tuple[int, int]]:
         """Of each node that is being written its number, and how far."""
-        for move in self._moves.under_way.values():
-            if move.tier is self.tier and isinstance(move, NodeDemotion):
-                assert move.lease.anchor is not None
-                yield move.lease.anchor.id, len(move.keys)
+        for move in self._writing():
+            assert move.lease.anchor is not None
+            yield move.lease.anchor.id, len(move.keys)
 
     def _choose(self, ahead: int, left: int) -> tuple[list[tuple[RadixNode, list[int]]], bool]:
         """The next victims that lack something, up to ``left`` pages of it, and whether all were.
@@ -375,6 +381,34 @@ class Demoter:
             )
         )
         return len(places)
+
+    # ---- beside handoffs ---------------------------------------------------------------------
+
+    def give_way(self) -> None:
+        """Bytes of handoffs move now: what is being written goes slowly, unless it is late."""
+        tier, now_s = self.tier, self._out.at_s
+        oldest = next(self._writing(), None)
+        is_late = oldest is not None and (now_s - oldest.since_s >= tier.settings.deadline_s / LATE)
+        if is_late:
+            self.go_on()
+        elif oldest is not None and tier.gives_way_since_s is None:
+            share = tier.settings.share_beside_handoffs
+            if share < 1:
+                tier.gives_way_since_s = now_s
+                self._out.effects.append(effects.PaceWrites(tier.name, share))
+
+    def go_on(self) -> None:
+        """What is being written goes as fast as it can."""
+        tier = self.tier
+        if tier.gives_way_since_s is not None:
+            tier.end_way()
+            self._out.effects.append(effects.PaceWrites(tier.name, 1.0))
+
+    def _writing(self) -> Iterator[NodeDemotion]:
+        """The orders under way, the oldest first."""
+        for move in self._moves.under_way.values():
+            if move.tier is self.tier and isinstance(move, NodeDemotion):
+                yield move
 
     # ---- how it went -------------------------------------------------------------------------
 

@@ -50,6 +50,7 @@ class TierCounts:
         "dropped",
         "evicted_unwritten",
         "failed_orders",
+        "gave_way_s",
         "hits",
         "late",
         "no_room",
@@ -91,6 +92,8 @@ class TierCounts:
         self.failed_orders = 0
         self.cut = 0
         """Orders that ended with their storage process."""
+        self.gave_way_s = 0.0
+        """How long what is written has made way for handoffs; not counting now."""
         self.probes = 0
         """Questions for what others have written; ``probe_hits`` found some of it."""
         self.probe_hits = 0
@@ -153,6 +156,7 @@ class StorageTier:
         "down_why",
         "dropped_namespaces",
         "generation",
+        "gives_way_since_s",
         "health",
         "index",
         "left",
@@ -186,6 +190,8 @@ class StorageTier:
         self.read_rate = 0.0
         """Bytes per second of a promotion, as measured; 0: there was none yet."""
         self.written_rate = 0.0
+        self.gives_way_since_s: float | None = None
+        """Since when what is written goes slowly, beside handoffs; None: it does not."""
         self.dropped_namespaces: dict[str, int] = {}
         """Those whose objects were ordered away, by the last ticket before: as long as no later
         one is answered nobody knows that it was done."""
@@ -229,6 +235,17 @@ class StorageTier:
         if writes is not None:
             return {share: writes.room_of(share) for share in writes.shares}
         return {share: index.room_of(share) for share in index.shares}
+
+    @property
+    def gives_way_s(self) -> float | None:
+        """For how long what is written makes way for handoffs now; None: it does not."""
+        since_s = self.gives_way_since_s
+        return None if since_s is None else self._out.at_s - since_s
+
+    def end_way(self) -> None:
+        """What is written makes way for nobody from now on."""
+        self.counts.gave_way_s += self.gives_way_s or 0.0
+        self.gives_way_since_s = None
 
     @property
     def most_moving(self) -> int:

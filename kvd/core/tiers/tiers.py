@@ -277,6 +277,7 @@ class Tiers:
         moves, probes = self.moves.cut(), self.promotions.probes.cut()
         for tier in self.each:
             tier.generation, tier.down_why = 0, got.why
+            tier.end_way()  # nor does the next process make way, until it is told
             cut = [move for move in moves if move.tier is tier]
             tier.index.clear()
             tier.counts.cut += len(cut)
@@ -303,6 +304,17 @@ class Tiers:
         for demoter in self.demoters:
             self._write_ahead(demoter)
 
+    def give_way(self) -> None:
+        """Bytes of handoffs move: what is written makes way, but for what a stop waits for."""
+        if not self.at_stop:
+            for demoter in self.demoters:
+                demoter.give_way()
+
+    def go_on(self) -> None:
+        """No bytes of handoffs move."""
+        for demoter in self.demoters:
+            demoter.go_on()
+
     def _write_ahead(self, demoter: Demoter) -> None:
         # At a stop nothing is evicted any more, and the last pages to go are written first.
         if not self.at_stop:
@@ -318,6 +330,7 @@ class Tiers:
 
     def begin_stop(self) -> None:
         """The node has left, and its pool ends: write what is in no tier."""
+        self.go_on()
         order, moves, out = self._leases.tree.order, self.moves, self._out
         wanting = [demoter for demoter in self.demoters if demoter.writes_at_stop]
         nodes = hottest_first(order, self.quiet) if wanting else []

@@ -25,6 +25,15 @@ def waits_for(move: TierMove | None) -> str:
     """What would end a lease that is kept for it."""
     if move is None:
         return "the storage process, of which nobody knows an order for it"
-    does = "read" if move.verb == "demotion" else "written"
+    is_demotion = move.verb == "demotion"
+    does = "read" if is_demotion else "written"
     until = f"order {move.ticket} of tier {move.tier.name} to be answered"
-    return f"{until}, or its storage process to end: until then its pages are {does}"
+    way_s = move.tier.gives_way_s
+    # What is read makes way for nobody.
+    way = "" if way_s is None or not is_demotion else f"; {way_made(way_s)}"
+    return f"{until}, or its storage process to end: until then its pages are {does}{way}"
+
+
+def way_made(for_s: float) -> str:
+    """That what is written goes slowly, beside handoffs."""
+    return f"writing makes way for handoffs, for {for_s:.1f} s now"
