@@ -86,7 +86,7 @@ class KvdTier:
         self._index = TierIndex(capacity)
         shape = (site.n_pages + 1, site.page_bytes)
         memory = (ctypes.c_uint8 * (shape[0] * shape[1])).from_address(site.note.address)
-        rows = np.frombuffer(memory, np.uint8).reshape(shape)
+        rows = np.ctypeslib.as_array(memory).reshape(shape)
         self._half = site.n_pages // 2
         # Page 0 is nobody's; as in the memory of a peer: what is written, and what is read.
         self._source, self._target = rows[1 : self._half + 1], rows[self._half + 1 :]
