@@ -55,7 +55,7 @@ COLUMNS: Final = (
     ResultColumn("written", "written GB", ".2f"),
     ResultColumn("read", "read GB", ".2f"),
     ResultColumn("disk", "on disk GB", ".2f"),
-    ResultColumn("speed", "GB/s", ".2f"),
+    ResultColumn("speed", "GB/s", ".3f"),
     ResultColumn("cpu", "CPU s/GB", ".2f"),
     ResultColumn("wrong", "wrong"),
 )
