@@ -26,6 +26,7 @@ SHORT_HELP = {
     "first_token": "From a prompt at one vLLM to the first token at another.",
     "tiers": "A tier on disk beside bare NIXL.",
     "tier_peers": "A tier on disk beside those of LMCache and vLLM.",
+    "tier_day": "A load's prefixes through kvd's disk and those of others.",
     "tier_trace": "A recorded load through pools with disks.",
     "tier_beside": "Handoffs beside a tier that has all it can do.",
     "pull": "A cached prefix, pulled and handed over.",

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from kvd.core.effects import Demote, DropNamespace, Promote
+from kvd.core.effects import Demote, DropNamespace, DropObjects, Promote
 from kvd.core.inputs import Demoted, Promoted
 from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.storage.nixl_files import FileMove, FileQueue
@@ -101,24 +101,29 @@ class TierSite:
                 if isinstance(report, kind):
                     return report
 
-    async def move(self, order: type[Demote | Promote]) -> float:
-        """Write or read every page once; the seconds."""
+    async def carried_out(
+        self, order: type[Demote | Promote], keys: bytes, pages: Pages
+    ) -> Demoted | Promoted:
+        """The answer to an order of these."""
         self._ticket += 1
-        began_s = time.perf_counter()
         self.process.order(
-            order(
-                ticket=self._ticket,
-                tier=self.tier,
-                namespace=NAMESPACE,
-                keys=self.keys,
-                pages=self.pages,
-            )
+            order(ticket=self._ticket, tier=self.tier, namespace=NAMESPACE, keys=keys, pages=pages)
         )
         report = await self._next(Demoted if order is Demote else Promoted)
-        took_s = time.perf_counter() - began_s
         assert isinstance(report, Demoted | Promoted)
+        return report
+
+    async def move(self, order: type[Demote | Promote]) -> float:
+        """Write or read every page once; the seconds."""
+        began_s = time.perf_counter()
+        report = await self.carried_out(order, self.keys, self.pages)
+        took_s = time.perf_counter() - began_s
         assert report.n_bytes == self.n_pages * self.page_bytes, report.why
         return took_s
+
+    def drop_objects(self, keys: list[bytes]) -> None:
+        """Remove these."""
+        self.process.order(DropObjects(self.tier, NAMESPACE, b"".join(keys)))
 
     def drop(self) -> None:
         """Remove what was written."""

@@ -1,7 +1,8 @@
 """The disk of another cache, driven: ``python peer_calls.py LIBRARY SPEC OBJECTS BYTES``.
 
 It runs beside LMCache or vLLM. Each line that it reads is a call, ``store ROUND`` or ``load
-ROUND``, of objects that are named by their round; each line that it writes says what that took, in
+ROUND``, of objects that are named by their round, or ``serve SECOND KEY...``: of these the first
+that are there are read, and the rest is written. Each line that it writes says what that took, in
 seconds of the wall and of all threads of this process, how many came, and whether they were right.
 """
 
@@ -26,6 +27,13 @@ def fill(memory: Any, number: int) -> None:
         row[:] = (7 * number + n) % 251
 
 
+def fill_named(source: Any, target: Any, keys: Any) -> None:
+    """The objects of these keys in the first rows, and nothing where they will be read."""
+    for row, key in zip(source, keys, strict=False):
+        row.view(np.uint64)[:] = int.from_bytes(key[:8], "little")
+    target[: len(keys)] = 0
+
+
 class LMCacheDisk:
     """One adapter of LMCache's server, by its spec."""
 
@@ -39,33 +47,79 @@ class LMCacheDisk:
         self._tier = TimedTier(spec, objects, n_bytes)
         memory = self._tier.memory.numpy().reshape(2 * objects, n_bytes)
         self.source, self.target = memory[:objects], memory[objects:]
+        self._evict: Any = None
+        self._second = 0.0
+        if "eviction" in spec:
+            self._evict = self._eviction(spec["eviction"])
+
+    def _eviction(self, spec: Any) -> Any:
+        """One look of its controller at this adapter."""
+        from lmcache.v1.distributed.config import EvictionConfig  # noqa: PLC0415
+        from lmcache.v1.distributed.storage_controllers.eviction_controller import (  # noqa: PLC0415
+            L2AdapterEvictionState,
+            L2EvictionController,
+        )
+
+        state = L2AdapterEvictionState(0, self._tier.adapter, EvictionConfig(**spec))
+        controller = L2EvictionController([state])
+        # Not started: its thread would look by the clock of this host.
+        return lambda: controller._check_and_evict(state)  # noqa: SLF001 - what its thread does
+
+    def _named(self, hashes: list[bytes]) -> list[Any]:
+        return [self._key(chunk_hash=one, model_name="m", kv_rank=0) for one in hashes]
 
     def _keys(self, number: int) -> list[Any]:
         objects = len(self.source)
-        hashes = [(number * objects + n).to_bytes(32, "big") for n in range(objects)]
-        return [self._key(chunk_hash=one, model_name="m", kv_rank=0) for one in hashes]
+        return self._named([(number * objects + n).to_bytes(32, "big") for n in range(objects)])
 
-    def _calls(self, number: int, objects: list[Any]) -> list[tuple[list[Any], list[Any]]]:
-        keys = self._keys(number)
+    def serve(self, second: float, hashes: list[bytes]) -> int:
+        """One request; how many of its first objects came."""
+        tier, adapter, keys = self._tier, self._tier.adapter, self._named(hashes)
+        if self._evict is not None and second >= self._second + 1:
+            self._second = second
+            self._evict()
+        task = adapter.submit_lookup_and_lock_task(keys, tier.layouts)
+        there = tier.waited(
+            adapter.get_lookup_and_lock_event_fd(),
+            lambda: adapter.query_lookup_and_lock_result(task),
+        )
+        n_there = _leading(there, len(keys))
+        if n_there:
+            load = adapter.submit_load_task(keys[:n_there], tier.targets[:n_there])
+            loaded = tier.waited(
+                adapter.get_load_event_fd(), lambda: adapter.query_load_result(load)
+            )
+            n_there = _leading(loaded, n_there)
+        adapter.submit_unlock([key for at, key in enumerate(keys) if there.test(at)])
+        if not self._write(self._calls(keys[n_there:], tier.sources[n_there : len(keys)])):
+            raise OSError("not all was written")
+        return n_there
+
+    @staticmethod
+    def _calls(keys: list[Any], objects: list[Any]) -> list[tuple[list[Any], list[Any]]]:
         starts = range(0, len(keys), OF_A_CALL)
         return [(keys[at : at + OF_A_CALL], objects[at : at + OF_A_CALL]) for at in starts]
 
     def store(self, number: int) -> int:
         """Write the objects of a round; how many were."""
+        calls = self._calls(self._keys(number), self._tier.sources)
+        return len(self.source) if self._write(calls) else 0
+
+    def _write(self, calls: list[tuple[list[Any], list[Any]]]) -> bool:
+        """Whether all of it was written."""
         tier, adapter = self._tier, self._tier.adapter
-        calls = self._calls(number, tier.sources)
         open_tasks = {adapter.submit_store_task(*call) for call in calls}
         while open_tasks:
             done = tier.waited(adapter.get_store_event_fd(), adapter.pop_completed_store_tasks)
             if not all(result.is_successful() for result in done.values()):
-                return 0
+                return False
             open_tasks -= set(done)
-        return len(self.source)
+        return True
 
     def load(self, number: int) -> int:
         """Look the objects of a round up, and read them; how many came."""
         tier, adapter = self._tier, self._tier.adapter
-        found, calls = 0, self._calls(number, tier.targets)
+        found, calls = 0, self._calls(self._keys(number), tier.targets)
         looked = [adapter.submit_lookup_and_lock_task(keys, tier.layouts) for keys, _ in calls]
         for task in looked:
             tier.waited(
@@ -81,6 +135,10 @@ class LMCacheDisk:
         for keys, _ in calls:
             adapter.submit_unlock(keys)
         return found
+
+
+def _leading(there: Any, n_keys: int) -> int:
+    return next((at for at in range(n_keys) if not there.test(at)), n_keys)
 
 
 class VllmDisk:
@@ -113,6 +171,30 @@ class VllmDisk:
         hashes = [(number * objects + n).to_bytes(32, "big") for n in range(objects)]
         return [self._key(one, 0) for one in hashes]
 
+    def serve(self, second: float, hashes: list[bytes]) -> int:
+        """One request; how many of its first objects came."""
+        keys = [self._key(one, 0) for one in hashes]
+        there = self._looked_up(keys, f"at {second}")
+        n_there = [*there, False].index(False)
+        first = len(self.source)
+        if n_there:
+            run = self._run(self._tier.submit_load, keys[:n_there], first, is_promotion=True)
+            n_there = run if run == n_there else 0
+        self._run(self._tier.submit_store, keys[n_there:], n_there, is_promotion=False)
+        return n_there
+
+    def _looked_up(self, keys: list[Any], name: str) -> list[bool]:
+        """Which of them are there, once that is known of all."""
+        request = self._request(req_id=name)
+        while True:
+            said = [self._tier.lookup(key, request).name for key in keys]
+            if "RETRY" not in said:
+                break
+            self._tier.on_schedule_end(None)
+            time.sleep(0.0005)
+        self._tier.on_request_finished(request)
+        return [one == "HIT" for one in said]
+
     def _run(self, submit: Any, keys: list[Any], first: int, *, is_promotion: bool) -> int:
         jobs, done = {}, 0
         for at in range(0, len(keys), OF_A_CALL):
@@ -139,11 +221,8 @@ class VllmDisk:
 
     def load(self, number: int) -> int:
         """Look the objects of a round up, and read them; how many came."""
-        keys, request = self._keys(number), self._request(req_id=f"look {number}")
-        while any(self._tier.lookup(key, request).name == "RETRY" for key in keys):
-            self._tier.on_schedule_end(None)
-            time.sleep(0.0005)
-        self._tier.on_request_finished(request)
+        keys = self._keys(number)
+        self._looked_up(keys, f"look {number}")
         first = len(self.source)
         return self._run(self._tier.submit_load, keys, first, is_promotion=True)
 
@@ -153,15 +232,24 @@ def main(library: str, spec: str, objects: str, n_bytes: str) -> None:
     kind = LMCacheDisk if library == "lmcache" else VllmDisk
     disk: LMCacheDisk | VllmDisk = kind(json.loads(spec), int(objects), int(n_bytes))
     for line in sys.stdin:
-        call, number = line.split()
-        if call == "store":
+        call, number, *words = line.split()
+        keys = [bytes.fromhex(word).ljust(32, b"\0") for word in words]
+        if call == "serve":
+            fill_named(disk.source, disk.target, keys)
+        elif call == "store":
             fill(disk.source, int(number))
         else:
             disk.target[:] = 255
         began_s, processor_s = time.perf_counter(), time.process_time()
-        n_done = (disk.store if call == "store" else disk.load)(int(number))
+        if call == "serve":
+            n_done = disk.serve(float(number), keys)
+        else:
+            n_done = (disk.store if call == "store" else disk.load)(int(number))
         took_s, processor_s = time.perf_counter() - began_s, time.process_time() - processor_s
-        is_right = call == "store" or bool(np.array_equal(disk.source, disk.target))
+        n_same = n_done if call == "serve" else len(disk.source)
+        is_right = call == "store" or bool(
+            np.array_equal(disk.source[:n_same], disk.target[:n_same])
+        )
         answer = {"s": took_s, "processor_s": processor_s, "found": n_done, "right": is_right}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

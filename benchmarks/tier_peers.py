@@ -33,6 +33,8 @@ from kvd.storage.orders import DirectoryPlan
 from kvd.storage.worker import NICENESS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from kvd.bench.report import Measured, Told
 
 ROOT: Final = Path(__file__).parents[1]
@@ -89,12 +91,44 @@ class PeerDisk(Protocol):
         """Read them."""
 
 
+class KvdProcessors:
+    """Time of processors of the storage process, and of the one that orders it."""
+
+    def __init__(self, site: TierSite) -> None:
+        self._site = site
+        self._begun_s = 0.0
+        self._ticks = self._of_storage()
+
+    def _of_storage(self) -> int:
+        words = Path(f"/proc/{self._site.process.pid}/stat").read_text("ascii").rpartition(")")[2]
+        user, system = words.split()[11:13]
+        return int(user) + int(system)
+
+    def begin(self) -> None:
+        """From now on what this process does is counted."""
+        self._begun_s = time.process_time()
+
+    def spent_s(self) -> float:
+        """By this one since ``begin``, by the other since it was last asked, in whole ticks."""
+        here_s, ticks = time.process_time() - self._begun_s, self._of_storage()
+        spent_s = here_s + TICK_S * (ticks - self._ticks)
+        self._ticks = ticks
+        return spent_s
+
+
+def python_of(library: str) -> tuple[str, str]:
+    """The interpreter that has it, or nothing, and the variable that names it."""
+    variable = f"KVD_{library.upper()}_PYTHON"
+    return os.environ.get(variable, "").partition(":")[0], variable
+
+
 class KvdDisk:
     """kvd's storage process."""
 
     def __init__(self, site: TierSite, run: asyncio.Runner) -> None:
         self._site = site
         self._run = run
+        self._processors = KvdProcessors(site)
 
     def store(self, number: int) -> MoveTime:
         """Write them."""
@@ -106,24 +140,20 @@ class KvdDisk:
 
     def _moved(self, order: type[Demote | Promote], number: int) -> MoveTime:
         self._site.name_for(number)
-        before_s = self._processor_s()
+        self._processors.begin()
         try:
             took_s = self._run.run(self._site.move(order))
         except AssertionError:  # not all of them came
             return MoveTime(0.0, 0.0, 0, is_right=True)
-        spent_s = self._processor_s() - before_s
-        return MoveTime(took_s, spent_s, self._site.n_pages, is_right=True)
-
-    def _processor_s(self) -> float:
-        words = Path(f"/proc/{self._site.process.pid}/stat").read_text("ascii").rpartition(")")[2]
-        user, system = words.split()[11:13]
-        return time.process_time() + TICK_S * (int(user) + int(system))
+        return MoveTime(took_s, self._processors.spent_s(), self._site.n_pages, is_right=True)
 
 
 class DrivenDisk:
     """A peer's, in a process of its own (``peer_calls``)."""
 
-    def __init__(self, python: str, library: str, spec: dict[str, str], shape: tuple[int, int]):
+    def __init__(
+        self, python: str, library: str, spec: Mapping[str, object], shape: tuple[int, int]
+    ) -> None:
         quiet = {
             "LMCACHE_TRACK_USAGE": "false",
             "LMCACHE_LOG_LEVEL": "ERROR",
@@ -149,12 +179,15 @@ class DrivenDisk:
         """Read them."""
         return self._call("load", number)
 
-    def _call(self, call: str, number: int) -> MoveTime:
+    def serve(self, second: float, keys: Sequence[bytes]) -> MoveTime:
+        """Find, read and write the objects of a request."""
+        return self._call("serve", second, *[key.hex() for key in keys])
+
+    def _call(self, call: str, *words: object) -> MoveTime:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(f"{call} {number}\n")
-        process.stdin.flush()
+        print(call, *words, file=process.stdin, flush=True)
         # What a library says while it is imported stands before.
         for line in process.stdout:
             if line.startswith("{"):
@@ -236,8 +269,7 @@ def run(
             runner.run(site.process.stop())
         shutil.rmtree(top / "kvd")
         for number, (tier, library, spec) in enumerate(PEERS):
-            variable = f"KVD_{library.upper()}_PYTHON"
-            python = os.environ.get(variable, "").partition(":")[0]
+            python, variable = python_of(library)
             if not python:
                 notes.append(f"{tier} was left out: {variable} names no environment that has it")
                 continue

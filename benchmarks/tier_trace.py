@@ -126,7 +126,7 @@ class BlockTree:
 
     def serve(self, hash_ids: Sequence[int]) -> int:
         """How many of the first of these were there; all of them are now."""
-        paths = list(_paths(hash_ids))
+        paths = list(block_paths(hash_ids))
         n_found = next((at for at, path in enumerate(paths) if path not in self._paths), len(paths))
         # The last of a prompt first, so that what follows leaves before what it needs.
         for path in reversed(paths):
@@ -137,7 +137,8 @@ class BlockTree:
         return n_found
 
 
-def _paths(hash_ids: Sequence[int]) -> Iterator[bytes]:
+def block_paths(hash_ids: Sequence[int]) -> Iterator[bytes]:
+    """A name for each block, with all before it."""
     path = b""
     for block in hash_ids:
         path = blake2b(path + block.to_bytes(8, "little"), digest_size=16).digest()

@@ -13,7 +13,17 @@ import msgspec
 from rich.text import Text
 
 from kvd.cli import render
-from kvd.cli.disk_plan import disk_plan, no_tier, pages_of_family, pages_of_vllm, told_of_disk
+from kvd.cli.disk_plan import (
+    PlannedPages,
+    TierPlan,
+    disk_plan,
+    no_tier,
+    pages_of_family,
+    pages_of_vllm,
+    store_plan,
+    told_of_disk,
+    told_of_store,
+)
 from kvd.cli.exits import Misconfigured, VerbFailed
 from kvd.cli.lazy import LazyGroup, Verb
 from kvd.cli.options import summary, valid_config, with_printing
@@ -232,6 +242,9 @@ def _size(_ctx: click.Context, _option: click.Parameter, value: str | None) -> s
 @click.option("--host-memory", callback=_size, help="For hisparse. [default: twice --memory]")
 @click.option("--disk", callback=_size, help="A tier below the pool, like 500GiB: what it keeps.")
 @click.option(
+    "--store", callback=_size, help="A store that nodes share, like 10TiB: what it keeps for all."
+)
+@click.option(
     "--context",
     type=click.IntRange(1, 2**28),
     help="Tokens of one request. [default: what the model was made for]",
@@ -316,12 +329,13 @@ def _config_file(path: Path | None, file: Path | None) -> Path:
     return found
 
 
-def _plan_by_family(
+def _plan_by_family(  # noqa: PLR0913 - one parameter for each option
     file: Path,
     form: str,
     *,
     family: str | None,
     disk: str | None,
+    store: str | None,
     gpu_processes: int | None,
     kv_cache_dtype: str | None,
     pages: int | None,
@@ -354,11 +368,13 @@ def _plan_by_family(
         value["gpu"] = cost = gpu_node(best, gpu_processes)
         costs.append(Text("\n".join(_gpu_told(best.family, cost))))
     pasted = [Text(_to_paste(best))]
-    if disk is not None and (why := no_tier(best.family)):
-        pasted.append(Text(f"no disk below {best.family}: {why}"))
-    elif disk is not None:
-        value["disk"] = tier = disk_plan(pages_of_family(best), disk)
-        pasted.append(Text("\n".join(told_of_disk(tier, disk, "--page-size"))))
+    if (disk or store) and (why := no_tier(best.family)):
+        below = "disk" if disk else "store"
+        pasted.append(Text(f"no {below} below {best.family}: {why}"))
+    else:
+        tiers, said = _tiers(pages_of_family(best), disk, store, "--page-size")
+        value.update(tiers)
+        pasted += map(Text, said)
     render.answer(form, value, Text(_head(model, wanted)), *_blocks(made, told), *costs, *pasted)
 
 
@@ -368,6 +384,7 @@ def _plan_for_vllm(  # noqa: PLR0913 - one parameter for each option
     *,
     memory: str | None,
     disk: str | None,
+    store: str | None,
     pages: int | None,
     page_size: int,
     dtype: str | None,
@@ -392,10 +409,25 @@ def _plan_for_vllm(  # noqa: PLR0913 - one parameter for each option
     )
     made = vllm_plan(_config_of(file), wanted)
     value, told = msgspec.structs.asdict(made), list(_vllm_told(file, wanted, made))
-    if disk is not None:
-        value["disk"] = tier = disk_plan(pages_of_vllm(made, page_size), disk)
-        told.append("\n".join(told_of_disk(tier, disk, "--block-size")))
+    tiers, said = _tiers(pages_of_vllm(made, page_size), disk, store, "--block-size")
+    value.update(tiers)
+    told += said
     render.answer(form, value, *(Text(block) for block in told))
+
+
+def _tiers(
+    pages: PlannedPages, disk: str | None, store: str | None, option: str
+) -> tuple[dict[str, TierPlan], list[str]]:
+    """Those that were asked for, by name, and each in words; ``option``: as ``told_of_disk``."""
+    tiers: dict[str, TierPlan] = {}
+    said = []
+    if disk is not None:
+        tiers["disk"] = of_disk = disk_plan(pages, disk)
+        said.append("\n".join(told_of_disk(of_disk, disk, option)))
+    if store is not None:
+        tiers["store"] = of_store = store_plan(pages, store)
+        said.append("\n".join(told_of_store(of_store, store)))
+    return tiers, said
 
 
 def _vllm_told(file: Path, wanted: VllmPlanRequest, made: VllmPlan) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a disk below a planned pool holds, and the [tiers.disk] for it: of ``kvd config plan``.
+"""What a disk and a store below a planned pool hold, and their sections: of ``kvd config plan``.
 
 The sizes of objects are those of the storage process, and what moves at a time is bounded as in a
 daemon: a section from here, pasted below the pool that it was planned for, is what the check takes.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from kvd.config.render import as_file
-from kvd.config.schema import DiskTierSection
+from kvd.config.schema import DiskTierSection, StoreTierSection
 from kvd.core.layout.page_sizes import MOST_PAGE_TOKENS
 from kvd.core.settings import TIER_SHARE
 from kvd.families import FAMILIES
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from kvd.config.vllm_plan import VllmPlan
 
 DIRECTORY: Final = "/var/lib/kvd/tiers/disk"
+EPOCHS_DIRECTORY: Final = "/var/lib/kvd"
+ENDPOINT: Final = "http://127.0.0.1:8333"
+BUCKET: Final = "kvd"
 
 WRITTEN_OVER_BARE: Final = {64 * 2**10: 0.05, 512 * 2**10: 0.16}
 """By bytes of a page, how fast objects are written beside bare NIXL: measured on two cores and one
@@ -43,17 +46,22 @@ class PlannedPages(NamedTuple):
     n_pages: int
 
 
-class DiskPlan(msgspec.Struct, frozen=True):
-    """A disk tier. ``tokens`` fit there, in ``objects`` of ``object_bytes``, one for each page."""
+class TierPlan(msgspec.Struct, frozen=True):
+    """A tier. ``tokens`` fit there, in ``objects`` of ``object_bytes``, one for each page."""
 
     page_bytes: int
     object_bytes: int
     objects: int
     tokens: int
     max_moving: str
+    toml: str
+
+
+class DiskPlan(TierPlan, frozen=True):
+    """A disk tier."""
+
     quick_page_tokens: int
     """Tokens of a page that is not slow; 0: the planned ones are not, or no page is."""
-    toml: str
 
 
 def no_tier(name: str) -> str:
@@ -75,6 +83,13 @@ def pages_of_vllm(made: VllmPlan, block_size: int) -> PlannedPages:
     return PlannedPages(block_size, made.block_bytes, made.pages)
 
 
+def _moving(pages: PlannedPages, usual: str) -> str:
+    """As much as a daemon lets move, and no more than it does by itself; one page at least."""
+    most = pages.n_bytes * pages.n_pages // TIER_SHARE
+    moving = max(pages.n_bytes, min(size_bytes(usual) or 0, most))
+    return f"{moving // 2**20}MiB" if moving % 2**20 == 0 else f"{-(-moving // 2**10)}KiB"
+
+
 def disk_plan(pages: PlannedPages, size: str) -> DiskPlan:
     """The tier of that size.
 
@@ -82,10 +97,7 @@ def disk_plan(pages: PlannedPages, size: str) -> DiskPlan:
         NotPlanned: it is too small.
     """
     one = object_bytes(pages.n_bytes)
-    # As much as a daemon lets move, and no more than it does by itself; one page at least.
-    usual = size_bytes(DiskTierSection().max_moving) or 0
-    moving = max(pages.n_bytes, min(usual, pages.n_bytes * pages.n_pages // TIER_SHARE))
-    max_moving = f"{moving // 2**20}MiB" if moving % 2**20 == 0 else f"{-(-moving // 2**10)}KiB"
+    max_moving = _moving(pages, DiskTierSection().max_moving)
     n_bytes = size_bytes(size) or 0
     if n_bytes < 2 * (size_bytes(max_moving) or 0):
         raise NotPlanned(
@@ -100,6 +112,25 @@ def disk_plan(pages: PlannedPages, size: str) -> DiskPlan:
         quick_page_tokens=_quick_tokens(pages),
         toml=as_file(
             {"tiers.disk": {"directory": DIRECTORY, "size": size, "max_moving": max_moving}}
+        ),
+    )
+
+
+def store_plan(pages: PlannedPages, size: str) -> TierPlan:
+    """A store whose own rules keep it at that size; where it listens nobody has said yet."""
+    one, n_bytes = object_bytes(pages.n_bytes), size_bytes(size) or 0
+    max_moving = _moving(pages, StoreTierSection().max_moving)
+    return TierPlan(
+        page_bytes=pages.n_bytes,
+        object_bytes=one,
+        objects=n_bytes // one,
+        tokens=n_bytes // one * pages.tokens,
+        max_moving=max_moving,
+        toml=as_file(
+            {
+                "cache": {"epochs_directory": EPOCHS_DIRECTORY},
+                "tiers.store": {"endpoint": ENDPOINT, "bucket": BUCKET, "max_moving": max_moving},
+            }
         ),
     )
 
@@ -129,4 +160,17 @@ def told_of_disk(made: DiskPlan, size: str, option: str) -> Iterator[str]:
     if made.quick_page_tokens:
         said += f"; {option} {made.quick_page_tokens} makes them so large"
     yield f"{said} (measured on one disk)"
+    yield f"    to paste, below the pool:\n\n{made.toml}"
+
+
+def told_of_store(made: TierPlan, size: str) -> Iterator[str]:
+    """In words."""
+    yield (
+        f"a store of {size} keeps {made.tokens} tokens for all nodes that share it: "
+        f"{made.objects} objects of {amount(made.object_bytes)}, one for each page"
+    )
+    yield (
+        "    no node bounds it: its own rules do (kvd config lifecycle). Where it listens, its "
+        "bucket, a prefix for these weights and a file with keys are yours to say"
+    )
     yield f"    to paste, below the pool:\n\n{made.toml}"

@@ -26,8 +26,9 @@ from rich.table import Table
 
 from kvd.cli.exits import VerbFailed
 from kvd.cli.render import show
+from kvd.core.settings import Demotion
 from kvd.sim.cluster import HEADS, LAYERS, ROUTINGS, NodeShape, Replay, Routed, replay
-from kvd.sim.drive import DriveShape
+from kvd.sim.drive import PROBE_S, DriveShape
 from kvd.sim.profile import MIXED, PROFILES
 from kvd.sim.runner import Ending, SimPlan, again, run_seed
 from kvd.trace import BadTrace, read_trace
@@ -128,6 +129,26 @@ _RATE = click.FloatRange(min=0.0, min_open=True)
     help="Tokens a second that each tier reads or writes.",
 )
 @click.option(
+    "--store-tokens",
+    type=click.IntRange(min=1024),
+    metavar="N",
+    help="Tokens in a store that all nodes share; none by default.",
+)
+@click.option(
+    "--store-rate",
+    type=_RATE,
+    default=20_000.0,
+    show_default=True,
+    help="Tokens a second that each node reads from the store or writes there.",
+)
+@click.option(
+    "--store-demote",
+    type=click.Choice([one.value for one in Demotion]),
+    default=Demotion.SECOND_USE.value,
+    show_default=True,
+    help="What is written there, as tiers.store.demote.",
+)
+@click.option(
     "--page",
     type=click.IntRange(1, 512),
     default=16,
@@ -170,6 +191,9 @@ def sim_command(  # noqa: PLR0913 - one parameter for each option
     pool_tokens: int,
     disk_tokens: int | None,
     disk_rate: float,
+    store_tokens: int | None,
+    store_rate: float,
+    store_demote: str,
     page: int,
     limit: int | None,
     prefill_rate: float,
@@ -192,6 +216,11 @@ def sim_command(  # noqa: PLR0913 - one parameter for each option
             decode_tokens_per_s=decode_rate,
             speed=speed,
             drive=DriveShape(disk_tokens, disk_rate) if disk_tokens else None,
+            store=DriveShape(
+                store_tokens, store_rate, demotion=Demotion(store_demote), is_shared=True
+            )
+            if store_tokens
+            else None,
         )
         _write(file, _replay_trace(trace, shape, limit))
         return
@@ -306,7 +335,7 @@ HEADINGS = (
     "requests",
     "refused",
     "reuse",
-    "from disk",
+    "from tiers",
     "GB saved",
     "requests max/mean",
     "variation",
@@ -348,6 +377,7 @@ def _show_replay(result: Replay) -> None:
             f"{shape.speed:g} times as fast as recorded; {shape.nodes} nodes of "
             f"{shape.pool_tokens} tokens in pages of {shape.page_tokens}"
             + (f", on disk {shape.drive.tokens}" if shape.drive else "")
+            + (f", in a store {shape.store.tokens}" if shape.store else "")
         ),
         title_justify="left",
         box=None,
@@ -358,12 +388,18 @@ def _show_replay(result: Replay) -> None:
     for routed in result.routings:
         table.add_row(*_row(routed))
     show(table)
-    of_drive: tuple[str, ...] = ()
+    of_tiers: list[str] = []
     if (drive := shape.drive) is not None:
-        of_drive = (
+        of_tiers.append(
             f"what is about to leave a pool is written to its disk at {drive.tokens_per_s:g} "
             "tokens a second, after what is read; a request waits "
-            f"{drive.wait_s:g} s for its pages from there",
+            f"{drive.wait_s:g} s for its pages from there"
+        )
+    if (store := shape.store) is not None:
+        of_tiers.append(
+            f"the store is one for all nodes, and each reads and writes there at "
+            f"{store.tokens_per_s:g} tokens a second; demote = {store.demotion.value}; what was "
+            f"written longest ago goes first; it answers what it has after {1000 * PROBE_S:g} ms"
         )
     for note in (
         "each node: the real tree, lease table and admission of a node; plain leases instead of "
@@ -372,7 +408,7 @@ def _show_replay(result: Replay) -> None:
         "second, one request after the other; wait: from arrival to that turn",
         f"each request then decodes at {shape.decode_tokens_per_s:g} tokens a second; its output "
         "is held, and not cached, because the trace does not say what it was",
-        *of_drive,
+        *of_tiers,
         f"bytes saved: KV of {LAYERS} layers and {HEADS} heads in bfloat16",
     ):
         click.echo(f"- {note}")

@@ -9,12 +9,14 @@ at a fixed rate, is committed, decodes at a fixed rate, and lets go:
 
 The handoff machinery is left out: leases are the plain ones of an engine. A router knows what a
 router may know: what is cached where, and what waits there. With a ``Drive`` below its pool a node
-writes to it what is about to leave the pool, and a request waits for its pages from there.
+writes to it what is about to leave the pool, and a request waits for its pages from there. One of
+them may be a store that all nodes share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -24,10 +26,13 @@ from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
 from kvd.core.node import NodeState
 from kvd.core.settings import Settings
 from kvd.sim.agenda import START_S, Agenda
-from kvd.sim.drive import GENERATION, NAME, Drive, DriveShape
+from kvd.sim.drive import GENERATION, Drive, DriveShape
 from kvd.trace import TraceRequest, expand
 from kvd.types import NO_TOKENS, Incarnation, NodeName, Tokens, count
 from kvd.wire import client
+
+if TYPE_CHECKING:
+    from kvd.sim.storage import SimDisk
 
 # ---- one node ------------------------------------------------------------------------------------
 
@@ -54,6 +59,13 @@ class NodeShape(msgspec.Struct, frozen=True):
     """How much faster than recorded the requests arrive."""
     drive: DriveShape | None = None
     """Below each pool."""
+    store: DriveShape | None = None
+    """Below all of them, and asked after the drive."""
+
+    @property
+    def tiers(self) -> tuple[DriveShape, ...]:
+        """Those of a node, the nearest first."""
+        return tuple(tier for tier in (self.drive, self.store) if tier is not None)
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -63,7 +75,7 @@ class Served(msgspec.Struct, frozen=True):
     prompt_tokens: int
     reused_tokens: int
     promoted_tokens: int
-    """Of those, what was read from the drive for it."""
+    """Of those, what was read from a tier for it."""
     wait_s: float
     """From its arrival until its turn at the input: for memory, and for those before it."""
 
@@ -72,8 +84,14 @@ class DecodeNode:
     """One node; ``served`` is told of every request when its turn has come."""
 
     def __init__(
-        self, number: int, shape: NodeShape, agenda: Agenda, served: Callable[[Served], None]
+        self,
+        number: int,
+        shape: NodeShape,
+        agenda: Agenda,
+        served: Callable[[Served], None],
+        stored: SimDisk[bool] | None = None,
     ) -> None:
+        """``stored``: what lies in the store, if there is one."""
         self.number = number
         self.open_requests = 0
         """Arrived, and not yet released."""
@@ -108,14 +126,18 @@ class DecodeNode:
             spec,
             max_deadline_s=FOREVER_S,
             max_queue=2**31,
-            tiers=(shape.drive.settings(shape.page_tokens),) if shape.drive else (),
+            tiers=tuple(tier.settings(shape.page_tokens) for tier in shape.tiers),
         )
         self._node = NodeState(settings, agenda.now_s)
         self._is_to_tick = False
-        self._drive: Drive | None = None
-        if shape.drive is not None:
-            self._drive = Drive(shape.drive, shape.page_tokens, agenda, self._feed)
-            self._feed(inputs.TierReady(agenda.now_s, NAME, GENERATION))
+        self._drives: dict[str, Drive] = {}
+        for tier in shape.tiers:
+            objects = stored if tier.is_shared else None
+            objects = objects or tier.objects(shape.page_tokens)
+            drive = Drive(tier, shape.page_tokens, objects, agenda, self._feed)
+            self._drives[drive.name] = drive
+        for name in self._drives:
+            self._feed(inputs.TierReady(agenda.now_s, name, GENERATION))
         self._feed(inputs.ClientJoined(at_s=agenda.now_s, session=SESSION, name=name, pid=1))
 
     # ---- what a router may ask ---------------------------------------------------------------
@@ -130,10 +152,12 @@ class DecodeNode:
         busy_s = max(0.0, self._free_s - self._agenda.now_s)
         return busy_s + self._waiting_tokens / self._shape.prefill_tokens_per_s
 
-    @property
-    def written_tokens(self) -> int:
-        """To its drive."""
-        return 0 if self._drive is None else self._drive.written_tokens
+    def moved(self, tier: DriveShape | None) -> tuple[int, int]:
+        """Tokens that it has read from a tier, and written to it."""
+        if tier is None:
+            return 0, 0
+        drive = self._drives[tier.settings(self._shape.page_tokens).name]
+        return drive.read_tokens, drive.written_tokens
 
     def bytes_of(self, n_tokens: int) -> int:
         """Bytes of the KV of so many tokens."""
@@ -197,18 +221,18 @@ class DecodeNode:
                 case effects.AnswerEngine():
                     pass
                 case _:
-                    assert self._drive is not None
                     assert isinstance(effect, effects.StorageOrder)
-                    self._drive.order(effect)
-        if self._drive is not None and not self._is_to_tick:
+                    self._drives[effect.tier].order(effect)
+        if self._drives and not self._is_to_tick:
             self._is_to_tick = True
             self._agenda.after(TICK_S, self._tick)
 
     def _tick(self) -> None:
-        """Once after anything has happened, and on while the drive has orders."""
+        """Once after anything has happened, and on while a drive has orders."""
         self._feed(inputs.Tick(self._agenda.now_s))
         self._is_to_tick = False
-        if self._node.tiers.moves.under_way:
+        tiers = self._node.tiers
+        if tiers.moves.under_way or tiers.promotions.probes.under_way:
             self._is_to_tick = True
             self._agenda.after(TICK_S, self._tick)
 
@@ -288,11 +312,14 @@ class Routed(msgspec.Struct, frozen=True):
     reuse: float
     """Share of prompt tokens that need not be sent."""
     promoted: float
-    """Share of prompt tokens that came from the drives; a part of ``reuse``."""
+    """Share of prompt tokens that came from the tiers; a part of ``reuse``."""
     saved_bytes: int
     sent_tokens: int
     written_tokens: int
     """To the drives."""
+    store_read_tokens: int
+    """From the store, wanted in the end or not."""
+    store_written_tokens: int
     balance_requests: Balance
     balance_sent_tokens: Balance
     wait_p50_s: float
@@ -329,7 +356,8 @@ def run(
     """The trace under one way of routing, until the last request is released."""
     agenda = Agenda()
     served: list[Served] = []
-    nodes = [DecodeNode(k, shape, agenda, served.append) for k in range(shape.nodes)]
+    stored = shape.store.objects(shape.page_tokens) if shape.store is not None else None
+    nodes = [DecodeNode(k, shape, agenda, served.append, stored) for k in range(shape.nodes)]
     route = ROUTINGS[routing](nodes, shape)
 
     def arrive(number: int) -> None:
@@ -350,6 +378,7 @@ def run(
         sent[answer.node] += answer.prompt_tokens - answer.reused_tokens
     waits = np.array([answer.wait_s for answer in served] or [0.0])
     p50, p99 = np.percentile(waits, [50, 99]).tolist()
+    to_store = [node.moved(shape.store) for node in nodes]
     return Routed(
         routing=routing,
         requests=len(served),
@@ -358,7 +387,9 @@ def run(
         promoted=sum(answer.promoted_tokens for answer in served) / max(1, prompt_tokens),
         saved_bytes=nodes[0].bytes_of(reused_tokens),
         sent_tokens=prompt_tokens - reused_tokens,
-        written_tokens=sum(node.written_tokens for node in nodes),
+        written_tokens=sum(node.moved(shape.drive)[1] for node in nodes),
+        store_read_tokens=sum(n_read for n_read, _ in to_store),
+        store_written_tokens=sum(n_written for _, n_written in to_store),
         balance_requests=_balance(counts),
         balance_sent_tokens=_balance(sent),
         wait_p50_s=p50,

@@ -2,6 +2,9 @@
 
 It does one order after the other, reads before writes, as fast as its rate. What it holds is
 ``SimDisk``; the storage process of a world with faults is in ``storage``.
+
+A store that nodes share is a drive at each of them, over the same objects: so the rate is that of a
+node's way there, and the store itself keeps up with all of them. It is asked what it has meanwhile.
 """
 
 from __future__ import annotations
@@ -10,20 +13,29 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
+from typing_extensions import override
 
 from kvd.core import effects, inputs
 from kvd.core.settings import Demotion, TierSettings
 from kvd.core.tiers.keys import each_key
-from kvd.sim.storage import SimDisk
-from kvd.sim.violation import Violated
+from kvd.sim.storage import SimDisk, Use
+from kvd.types import ID_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.sim.agenda import Agenda
 
-NAME = "disk"
 GENERATION = 1
+
+PROBE_S = 0.01
+"""From a question what a store has to its answer; it waits behind nothing."""
+
+KNOWN_OBJECTS = 2**17
+"""Of a store, at each node; as many as a daemon remembers."""
+
+LEAST_TOKENS = 256
+"""What of a prompt is shorter is not asked for; as ``tiers.store.min_tokens``."""
 
 
 class DriveShape(msgspec.Struct, frozen=True):
@@ -35,17 +47,46 @@ class DriveShape(msgspec.Struct, frozen=True):
     demotion: Demotion = Demotion.ALWAYS
     wait_s: float = 2.0
     """How long a request waits for its pages from here at most."""
+    is_shared: bool = False
+    """By all nodes: what one has written the others find."""
 
     def settings(self, page_tokens: int) -> TierSettings:
         """The tier for a node; sizes are in tokens, for nothing here knows bytes."""
         return TierSettings(
-            name=NAME,
-            capacity_bytes=self.tokens,
+            name="store" if self.is_shared else "disk",
+            # What a node knows of a store has no bound that matters here.
+            capacity_bytes=KNOWN_OBJECTS * page_tokens if self.is_shared else self.tokens,
             object_bytes=page_tokens,
             demotion=self.demotion,
             wait_s=self.wait_s,
             max_moving_bytes=max(page_tokens, int(self.tokens_per_s)),  # of one second
+            is_shared=self.is_shared,
+            least_bytes=LEAST_TOKENS * ID_BYTES if self.is_shared else 0,
         )
+
+    def objects(self, page_tokens: int) -> SimDisk[bool]:
+        """Nothing lies there yet."""
+        settings = self.settings(page_tokens)
+        if self.is_shared:
+            return SimStore(settings, self.tokens // page_tokens)
+        return SimDisk(settings)
+
+
+class SimStore(SimDisk[bool]):
+    """What all nodes have written, bounded by rules that no node knows: the oldest goes.
+
+    Not the least recently used: a store counts the age of an object from its writing on.
+    """
+
+    def __init__(self, settings: TierSettings, n_objects: int) -> None:
+        super().__init__(settings)
+        self._bound = n_objects
+
+    @override
+    def write(self, namespace: str, key: bytes, content: bool, use: Use) -> None:
+        super().write(namespace, key, content, use)
+        if len(self.objects) > self._bound:
+            self.remove(*next(iter(self.objects)))
 
 
 class Drive:
@@ -55,26 +96,24 @@ class Drive:
         self,
         shape: DriveShape,
         page_tokens: int,
+        objects: SimDisk[bool],
         agenda: Agenda,
         report: Callable[[inputs.StorageReport], None],
     ) -> None:
+        self.name = objects.name
         self.read_tokens = 0
         self.written_tokens = 0
         self._page_tokens = page_tokens
         self._page_s = page_tokens / shape.tokens_per_s
         self._agenda = agenda
         self._report = report
-        self._disk: SimDisk[bool] = SimDisk(shape.settings(page_tokens))
+        self._disk = objects
         self._reads: deque[effects.Promote] = deque()
         self._writes: deque[effects.Demote] = deque()
         self._is_busy = False
 
     def order(self, order: effects.StorageOrder) -> None:
-        """Take one; what is dropped is gone at once, for it is named by none that comes before.
-
-        Raises:
-            Violated: it is asked what others wrote.
-        """
+        """Take one; what is dropped is gone at once, for it is named by none that comes before."""
         match order:
             case effects.Promote():
                 self._reads.append(order)
@@ -89,8 +128,13 @@ class Drive:
             case effects.PaceWrites():
                 pass  # there are no handoffs here
             case effects.ProbeTier():
-                raise Violated(f"nobody else writes to a drive, and it is asked: {order}")
+                self._agenda.after(PROBE_S, self._answer, order)
         self._begin()
+
+    def _answer(self, order: effects.ProbeTier) -> None:
+        there = [(order.namespace, key) in self._disk.objects for key in each_key(order.keys)]
+        n_there, now_s = [*there, False].index(False), self._agenda.now_s
+        self._report(inputs.TierProbed(at_s=now_s, ticket=order.ticket, n_there=n_there))
 
     def _begin(self) -> None:
         queue = self._reads or self._writes

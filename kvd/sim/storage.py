@@ -42,11 +42,17 @@ class SimDisk(Generic[C]):
         if settings.is_shared:
             self.most = sys.maxsize
         self.objects: dict[tuple[str, bytes], C] = {}
+        """In the order in which they were written."""
         self.damaged: set[tuple[str, bytes]] = set()
         """Those that will not verify."""
         self._used: dict[tuple[str, bytes], Use] = {}
+        """Of each that is there."""
         self._clock = self._stop = 0
         """Of orders, and of the first one of a stop."""
+
+    def serve_anew(self) -> None:
+        """Another process serves it from now on: its stop is another one."""
+        self._stop = 0
 
     def uses(self, n_objects: int, behind: int = 0) -> list[Use]:
         """When the objects of an order that is carried out now count as used."""
@@ -58,10 +64,9 @@ class SimDisk(Generic[C]):
 
     def write(self, namespace: str, key: bytes, content: C, use: Use) -> None:
         """An object is there, whole."""
-        self._used[namespace, key] = use
-        self.objects.pop((namespace, key), None)
-        self.damaged.discard((namespace, key))
+        self.remove(namespace, key)
         self.objects[namespace, key] = content
+        self._used[namespace, key] = use
         require(
             len(self.objects) <= self.most,
             f"tier {self.name}: {len(self.objects)} objects, it holds {self.most}",
@@ -72,26 +77,30 @@ class SimDisk(Generic[C]):
         if (namespace, key) in self.damaged or (namespace, key) not in self.objects:
             return None
         self._used[namespace, key] = use
-        content = self.objects[namespace, key] = self.objects.pop((namespace, key))
-        return content
+        return self.objects[namespace, key]
+
+    def remove(self, namespace: str, key: bytes) -> None:
+        """It is gone, if it was there."""
+        self.objects.pop((namespace, key), None)
+        self._used.pop((namespace, key), None)
+        self.damaged.discard((namespace, key))
 
     def drop(self, order: effects.DropObjects) -> None:
         """These are gone."""
         for key in each_key(order.keys):
-            self.objects.pop((order.namespace, key), None)
-            self.damaged.discard((order.namespace, key))
+            self.remove(order.namespace, key)
 
     def age(self, order: effects.AgeObjects) -> None:
         """A stop has come to these."""
         keys = each_key(order.keys)
         for key, use in zip(keys, self.uses(len(keys), order.behind), strict=True):
-            self._used[order.namespace, key] = use
+            if (order.namespace, key) in self.objects:
+                self._used[order.namespace, key] = use
 
     def drop_namespace(self, namespace: str) -> None:
         """All of it is gone."""
         for named in [named for named in self.objects if named[0] == namespace]:
-            del self.objects[named]
-            self.damaged.discard(named)
+            self.remove(*named)
 
     def found(self) -> dict[str, bytes]:
         """By namespace the keys of what lies there, the least recently used first.
@@ -111,7 +120,7 @@ class SimDisk(Generic[C]):
         if place % 3:
             self.damaged.add(named[place % len(named)])
         else:
-            del self.objects[named[place % len(named)]]
+            self.remove(*named[place % len(named)])
 
 
 START_S = 0.2
@@ -176,6 +185,7 @@ class SimTierLane:
         self._random = process.host.world.rng.random
         self._is_busy = False
         self._write_share = 1.0
+        disk.serve_anew()
 
     def cut(self) -> None:
         """Its process was killed."""
@@ -310,7 +320,7 @@ class SimTierLane:
             content = self.disk.read(order.namespace, key, use)
             if content is None and self._is_shared:
                 # It is written over: nobody reads it again.
-                self.disk.objects.pop((order.namespace, key), None)
+                self.disk.remove(order.namespace, key)
             self.host.memory.first[page] = TORN if content is None else content
             bad += [at] if content is None else []
         n_bytes = len(page_ids(order.pages)) - len(bad)

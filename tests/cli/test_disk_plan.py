@@ -1,4 +1,4 @@
-"""``kvd config plan --disk``: what a disk keeps below the planned pool, and the section for it."""
+"""``kvd config plan --disk --store``: what tiers keep below the pool, and their sections."""
 
 from __future__ import annotations
 
@@ -58,6 +58,25 @@ def test_what_is_to_be_pasted_is_taken_by_the_check_and_holds_what_was_said(
     assert read.tiers_disk.max_moving == found["disk"]["max_moving"]
     moving = disk_plan.size_bytes(read.tiers_disk.max_moving)
     assert min(256 * MIB, eighth) <= moving < min(256 * MIB, eighth) + KIB
+
+
+@pytest.mark.parametrize("engine", [(), ("--engine", "vllm")])
+def test_a_store_is_planned_beside_a_disk_and_its_section_is_taken_by_the_check(tmp_path, engine):
+    asked = ("--memory", "16GiB", "--disk", "500GiB", "--store", "10TiB", *engine)
+
+    status, told = run(tmp_path, LLAMA_3_8B, *asked)
+    found = json.loads(run(tmp_path, LLAMA_3_8B, *asked, "--format", "json")[1])
+
+    assert status == 0, told
+    file = tmp_path / "kvd.toml"
+    file.write_text(told[told.index("[cache]") :])
+    read = load(file, {}, [])
+    assert isinstance(read, Config), read
+    store = found["store"]
+    assert store["objects"] == 10 * 2**40 // store["object_bytes"]
+    assert f"a store of 10TiB keeps {store['tokens']} tokens for all nodes" in told
+    assert read.tiers_store.max_moving == store["max_moving"] == "64MiB"
+    assert found["disk"]["object_bytes"] == store["object_bytes"]
 
 
 def test_pages_that_are_slow_are_told_so_with_the_size_that_is_not(tmp_path):

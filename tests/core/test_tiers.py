@@ -226,6 +226,31 @@ def test_a_long_prompt_comes_in_several_promotions():
     assert d.holds(leased.pages, PROMPT)
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_what_somebody_waits_for_is_not_the_next_to_leave_the_tier(is_restarted):
+    """It was used longest ago, and comes in several promotions while others are written."""
+    world, d = world_with_evicted(tier=disk(objects=40, moving=2))
+    if is_restarted:
+        d.stop_storage()
+        d.start_storage(2)  # what it finds is linked to nothing
+    fill(world, d, first=60_000, n_pages=40 - d.tier.index.n_objects)
+    d.hold_storage = True
+    assert d.call(client.OpenLease, PROMPT, deadline_s=30.0) is None
+    asked = d.calls
+    for k in range(8):
+        cached(d, tokens((80_000 + k * PAGE, PAGE)))
+        world.pass_time(0.1)
+    assert ordered(d, effects.DropObjects), "room was made meanwhile"
+    d.hold_storage = False
+    world.run()
+
+    leased = d.answer(asked)
+
+    assert (leased.prefix_tokens, leased.promoted_tokens) == (128, 128)
+    assert d.holds(leased.pages, PROMPT)
+    assert d.tier.counts.bad == 0
+
+
 def test_who_does_not_wait_is_told_what_there_is():
     _, d = world_with_evicted()
     told = d.call(client.MatchPrefix, PROMPT)

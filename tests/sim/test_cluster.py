@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvd.cli.sim import sim_command
+from kvd.core.settings import Demotion
 from kvd.sim.cluster import Balance, NodeShape, run
 from kvd.sim.drive import DriveShape
 from kvd.trace import TraceRequest
@@ -22,9 +23,14 @@ def request(at_ms, blocks, output=50):
     return TraceRequest(at_ms, 512 * len(blocks), output, list(blocks))
 
 
-def shape(nodes=2, pool_tokens=16_384, drive=None):
+def shape(nodes=2, pool_tokens=16_384, drive=None, store=None):
     """512 tokens take a second to come in, 50 tokens a second to decode."""
-    return NodeShape(nodes, pool_tokens, 16, 512.0, 50.0, drive=drive)
+    return NodeShape(nodes, pool_tokens, 16, 512.0, 50.0, drive=drive, store=store)
+
+
+def store(tokens, **fields):
+    """2048 tokens a second each way."""
+    return DriveShape(tokens, 2048.0, is_shared=True, **fields)
 
 
 def ran(routing, requests, **fields):
@@ -119,6 +125,51 @@ def test_a_pool_with_a_drive_reuses_what_a_pool_as_large_as_both_does():
     assert both.reuse == pytest.approx(2 / 3)
     assert routed.reuse == pytest.approx(both.reuse, abs=0.01)
     assert alone.reuse == 0.0
+
+
+TWICE = [
+    request(1e4 * at, blocks)
+    for at, blocks in enumerate([[1, 2], [1, 2], [5, 6], [5, 6], [1, 2], [5, 6]])
+]
+"""Of two nodes each; what fills a pool of two blocks and a half is written at once."""
+
+
+def test_what_one_node_has_written_to_the_store_the_others_find():
+    """The first to have either computes it; a question takes 10 ms, and two blocks half a second.
+
+    In the end node 0 finds [1, 2] again, which it knows to be there, and node 1 has [5, 6].
+    """
+    without = ran("round-robin", TWICE, pool_tokens=1280, drive=DriveShape(8192, 2048.0))
+    routed = ran("round-robin", TWICE, pool_tokens=1280, store=store(8192))
+
+    assert without.reuse == pytest.approx(2 / 6)
+    assert (without.store_read_tokens, without.store_written_tokens) == (0, 0)
+    assert routed.reuse == pytest.approx(4 / 6)
+    assert (routed.written_tokens, routed.store_written_tokens) == (0, 2 * 1024)
+    assert routed.store_read_tokens == 3 * 1024
+    assert routed.wait_mean_s == pytest.approx((0.01 + 0.51 + 0.01 + 0.51 + 0.5) / 6)
+
+
+def test_what_nobody_has_found_is_not_written_to_a_store_for_second_use():
+    once = TWICE[:3:2]
+    second_use = store(8192, demotion=Demotion.SECOND_USE)
+
+    assert ran("round-robin", once, pool_tokens=1280, store=second_use).store_written_tokens == 0
+    assert ran("round-robin", once, pool_tokens=1280, store=store(8192)).store_written_tokens > 0
+
+
+def test_what_was_written_to_the_store_longest_ago_goes_first_and_is_missed_by_who_knew_it():
+    """The store has room for one of two prompts; node 0 believes that its own is there still."""
+    load = [request(1e4 * at, blocks) for at, blocks in enumerate([[1, 2], [5, 6], [7, 8], [1, 2]])]
+
+    small, large = (
+        ran("round-robin", load, nodes=1, pool_tokens=1280, store=store(tokens))
+        for tokens in (1024, 8192)
+    )
+
+    assert small.reuse == 0.0
+    assert small.store_written_tokens == 4 * 1024
+    assert large.reuse == pytest.approx(1 / 4)
 
 
 def test_what_can_never_fit_is_refused_and_counted():

@@ -314,6 +314,8 @@ class Promotions:
 
     def _promotion_of(self, claim: Claim, found: TierPages) -> PagePromotion | None:
         """The one that reads the next page that is wanted, begun if there is none."""
+        # Used now, all of it: what is wanted is not the next to be dropped for the bound.
+        found.tier.index.add(claim.namespace, found.keys, found.before)
         coming = self._coming.get(found.keys[0])
         if coming is not None:
             return coming
@@ -396,9 +398,6 @@ class Promotions:
         if not tier.settings.is_shared:
             side = side_of(move.namespace, index.share_of(move.namespace))
             index.removed.went(BAD, gone, side, self._out.at_s)
-        # Used now, as far as they were not dropped for the bound meanwhile.
-        there = move.keys[: index.leading(move.namespace, move.keys[:n_good])]
-        index.add(move.namespace, there, move.before)
         tier.counts.bad += len(got.bad)
         took_s = self._out.at_s - move.since_s
         tier.measure_read(got.n_bytes, took_s)
