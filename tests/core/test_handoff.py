@@ -333,6 +333,7 @@ def test_the_source_lease_lives_until_the_last_byte_is_sent():
     world.p.call(client.ReleaseLease, lease=sender.lease.lease)
     (lease,) = snapshot(world.p.node).leases
     assert (lease.state, lease.holders) == ("lingering", ("send 1",))
+    assert lease.waiting_for == "send 1 to be over"
     assert totals(world.p) == PageTotals(free=56, held=1, cached=6)
 
     world.land_posts()

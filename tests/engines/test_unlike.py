@@ -160,6 +160,20 @@ def test_another_adapter_under_the_same_name_and_path(forks, daemon, models, tmp
     )
 
 
+def test_another_adapter_is_loaded_in_place_while_a_request_runs(forks, daemon, models):
+    """As ``/v1/load_lora_adapter`` does it with ``load_inplace``."""
+    mine, other = (["mine", 1, str(models / name)] for name in ("adapter", "adapter-2"))
+    beside = {"lora": mine, "inplace": other, "steps": 10, "max_tokens": 150}
+    (ran,) = forks.answers(models / "model", daemon, [beside], **LORA)
+    ids = [*IDS, *ran["tokens"]]
+    found, alone = (
+        forks.answers(models / "model", where, [{"lora": mine, "ids": ids}], **LORA)
+        for where in (daemon, None)
+    )
+    assert found[0]["tokens"] == alone[0]["tokens"]
+    assert found[0]["cached"] == CACHED, "what is of its own weights is found"
+
+
 def test_the_log_says_what_an_engine_is_of_and_where_two_differ(forks, daemon, models):
     def parts(**engine):
         _, log = forks.run(models / "model", daemon, **engine)

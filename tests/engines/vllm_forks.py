@@ -6,10 +6,11 @@ An engine so starts in a few seconds. Run by the interpreter of an environment t
 has ``ids``, and may have ``lora``, ``params``, ``reset`` (``drop``: of vLLM's own cache alone) and
 files to ``copy`` before, ``max_tokens`` and what else ``SamplingParams`` takes (``sampling``),
 prompts that are asked beside it (``more``), the priority of each (``priority``), after how many
-steps it is taken back (``abort``), and ``bytes``: then its answer has a digest of each block that
-vLLM can find again, by what vLLM finds it by. Out: the answers of each ask, or ``{"error": ...}``
-if the engine does not start. ``breaks``: every load fails, in the ``worker`` that should copy it,
-or before that in the ``scheduler``.
+steps it is taken back (``abort``) or another adapter is loaded in the place of its own
+(``inplace``, with how many ``steps``), and ``bytes``: then its answer has a digest of each block
+that vLLM can find again, by what vLLM finds it by. Out: the answers of each ask, or
+``{"error": ...}`` if the engine does not start. ``breaks``: every load fails, in the ``worker``
+that should copy it, or before that in the ``scheduler``.
 
 With ``"pipes": [ASKS, ANSWERS]`` in the place of asks the engine goes on beside others, and has a
 line for each ask in the first, and one for the answers of each in the second.
@@ -117,6 +118,8 @@ def answers_of(engine, ask):
         abort_one(engine.llm_engine, ask, sampling)
         return []
     lora = LoRARequest(*ask["lora"]) if ask.get("lora") else None
+    if "inplace" in ask:
+        return [load_beside(engine.llm_engine, ask, sampling, lora)]
     prompts = [{"prompt_token_ids": ids} for ids in (ask["ids"], *ask.get("more", ()))]
     found = [
         {
@@ -211,6 +214,22 @@ def abort_one(engine, ask, sampling):
     engine.abort_request(["taken-back"])
     while engine.has_unfinished_requests():
         engine.step()
+
+
+def load_beside(engine, ask, sampling, lora):
+    """Ask, go so many steps, and load another adapter in the place of its own."""
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - as above
+
+    prompt = {"prompt_token_ids": ask["ids"]}
+    engine.add_request("beside", prompt, sampling, lora_request=lora)
+    for _ in range(ask["steps"]):
+        engine.step()
+    assert engine.add_lora(LoRARequest(*ask["inplace"], load_inplace=True))
+    tokens = []
+    while engine.has_unfinished_requests():
+        for out in engine.step():
+            tokens = list(out.outputs[0].token_ids)
+    return {"tokens": tokens}
 
 
 def serve_one(asked, answers):

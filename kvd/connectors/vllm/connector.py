@@ -52,6 +52,7 @@ from kvd.connectors.vllm.versions import (
     CacheHitSource,
     FailedBlocks,
     KVConnectorTransferResults,
+    hear_of_adapters,
     layout_name,
     manager_of,
     not_served,
@@ -167,6 +168,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._scheduler.arrivals.is_on = self._options.load_parts and self._failed is None
             self._blocks.on_reset = self._scheduler.fill_no_more
+            if vllm_config.lora_config is not None:
+                self._adapters.on_other_weights = self._scheduler.forget_adapter
+                self._adapters.hears_of_loads = hear_of_adapters(self._adapters.loads)
             self._scheduler.watch()
         else:
             self._worker = WorkerHalf(

@@ -399,6 +399,11 @@ def namespace_of(base: str, adapter: str | None, salt: str | None) -> str:
 class PendingName(Protocol):
     """What an adapter is known by, as soon as somebody has found it out."""
 
+    @property
+    def number(self) -> int:
+        """That vLLM gave the adapter."""
+        ...
+
     def poll(self) -> str | None:
         """None while it is being found out.
 
@@ -417,6 +422,10 @@ class RequestNamespace:
         self._base = base
         self._adapter = adapter
         self._salt = salt
+
+    def is_of_adapter(self, number: int) -> bool:
+        """Whether the request is one of the adapter to which vLLM gave that number."""
+        return self._adapter is not None and self._adapter.number == number
 
     def poll(self) -> str | None:
         """The namespace; None while its adapter is being looked at.

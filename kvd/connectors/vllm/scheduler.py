@@ -92,6 +92,7 @@ UNFILLED: Final = "another connector may not have filled its blocks: it is not s
 MOST_IN_FLIGHT: Final = 8
 """So many steps may be under way when it is heard what has become of the first."""
 RESET: Final = "the cache was reset"
+OTHER_ADAPTER: Final = "its adapter was loaded anew, with other weights"
 UNDONE: Final = "the cache was reset, and the daemon has not done it yet"
 RESTARTED: Final = "the daemon was restarted, or its session ended"
 
@@ -304,10 +305,23 @@ class SchedulerHalf:
             if tracked is not None:
                 self._not_of_before(tracked)
 
-    def _not_of_before(self, tracked: Tracked) -> None:
+    def forget_adapter(self, number: int) -> None:
+        """VLLM is about to load other weights under that number: its requests go on with these.
+
+        What they have saved is of the former ones, and shared as far as it was by now.
+        """
+        self.kept_in("an adapter is loaded anew", None, self._forget_adapter, number)
+
+    def _forget_adapter(self, number: int) -> None:
+        for tracked in self._requests.all_of_them():
+            if tracked.naming.is_of_adapter(number):
+                self._not_of_before(tracked, OTHER_ADAPTER)
+
+    def _not_of_before(self, tracked: Tracked, why: str = RESET) -> None:
+        """It has other weights from now on: nothing of it is loaded, saved or shared any more."""
         if tracked.is_loaded_from:
             self._stale_loads.add(tracked.id)
-        self._requests.alone(tracked, RESET)
+        self._requests.alone(tracked, why)
 
     # ---- a request comes ---------------------------------------------------------------------
 

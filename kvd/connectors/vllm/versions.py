@@ -20,7 +20,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from kvd.connectors.vllm.orders import StepOrders
 
@@ -124,15 +124,52 @@ def manager_of(block_pool: object) -> Any:
     Raises:
         LookupError: nobody who calls has it.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
+    for caller in _callers():
         if isinstance(caller, BindingScheduler):
             manager = caller.kv_cache_manager
             if manager is not None and manager.block_pool is block_pool:
                 return manager
-        frame = frame.f_back
     raise LookupError("vLLM's scheduler has no KV cache manager of the block pool that it binds")
+
+
+def _callers() -> Iterator[object]:
+    """The objects whose methods have called this module's, the nearest first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
+
+
+@runtime_checkable
+class LoadingEngine(Protocol):
+    """vLLM's core, where it makes its scheduler."""
+
+    model_executor: Any
+
+
+def hear_of_adapters(heard: Callable[[Any], None]) -> bool:
+    """Have ``heard`` told of each adapter that the engine loads on its user's word, before it does.
+
+    Its requests name an adapter by number and path, and one may be loaded in place while they run.
+    No vLLM tells that to a connector. The engine that does it makes its scheduler, so it is among
+    those who call.
+
+    Returns:
+        Whether it is told: not where nobody who calls is such an engine.
+    """
+    engines = (caller for caller in _callers() if isinstance(caller, LoadingEngine))
+    engine = next(engines, None)
+    if engine is None:
+        return False
+    executor = engine.model_executor
+    load = executor.add_lora
+
+    def told(adapter: Any) -> Any:
+        heard(adapter)
+        return load(adapter)
+
+    executor.add_lora = told
+    return True
 
 
 ONE_GROUP_ONLY: Final = (

@@ -26,7 +26,7 @@ import msgspec
 from kvd.connectors.identity import DIGEST_CHARS, UnknownWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 FULL_BYTES: Final = 256 << 20
 """Files of so many bytes together are read in full: a fifth of a second."""
@@ -60,6 +60,8 @@ MAX_ADAPTER_NAME: Final = 16
 
 MAX_ADAPTERS: Final = 4096
 """Those of an engine that are remembered; further ones are not cached."""
+
+UNHEARD: Final = "this engine does not say when an adapter is loaded anew"
 
 
 class WeightFiles(msgspec.Struct, frozen=True):
@@ -274,6 +276,7 @@ class AdapterQuestion:
 
     def __init__(self, adapters: Adapters, adapter: AdapterView, reading: Future[str]) -> None:
         self._adapters = adapters
+        self.number = adapter.lora_int_id
         self._adapter = adapter
         self._reading = reading
 
@@ -301,8 +304,9 @@ class Adapters:
 
     vLLM loads an adapter when it is first used, drops it, and loads it again, by a number and a
     path; no word of that comes here. So an adapter is known by its files only while these are as
-    they were when the engine began. All that touches files is done in a thread: they may be large,
-    and their file system may hang.
+    they were when the engine began. What its users load by themselves is heard of (``loads``):
+    other weights under a number that has requests are theirs from then on. All that touches files
+    is done in a thread: they may be large, and their file system may hang.
 
     Args:
         since_ns: when the engine began.
@@ -314,6 +318,10 @@ class Adapters:
         self.since_ns = since_ns
         self.rules = rules
         self.by_path = by_path
+        self.hears_of_loads = True
+        """Whether ``loads`` is said; else nobody knows for how long an adapter is what it was."""
+        self.on_other_weights: Callable[[int], None] = lambda _: None
+        """Is told the number of an adapter whose weights are other ones from now on."""
         self.flaws: dict[str, str] = {}
         """By name, why it is not known, once each; whoever tells takes them out."""
         self._paths: dict[int, str] = {}
@@ -327,11 +335,9 @@ class Adapters:
     def ask(self, adapter: AdapterView) -> AdapterQuestion:
         """Have it found out; waits for nothing."""
         number, path = adapter.lora_int_id, os.path.expanduser(adapter.lora_path)
-        if number not in self._paths and len(self._paths) < MAX_ADAPTERS:
-            self._paths[number] = path
-        if adapter.load_inplace or self._paths.get(number) != path:
-            # Which path it is loaded from, or loaded again from, depends on when.
-            self._paths[number] = ""
+        if not self.hears_of_loads:
+            return self._answered(adapter, UnknownWeights(UNHEARD))
+        if not self._has_one_path(adapter, path):
             return self._answered(
                 adapter,
                 UnknownWeights(
@@ -348,6 +354,26 @@ class Adapters:
         reading = self._reader.submit(self._digest_of, path)
         self._asked.add(reading)
         return AdapterQuestion(self, adapter, reading)
+
+    def loads(self, adapter: AdapterView) -> None:
+        """VLLM is about to load it: as it was told to, beside the requests of that number."""
+        self._has_one_path(adapter, os.path.expanduser(adapter.lora_path))
+
+    def _has_one_path(self, adapter: AdapterView, path: str) -> bool:
+        """Whether all weights of its number were of this path; where not, it is of none any more.
+
+        Which path it is loaded from, or loaded again from, depends on when.
+        """
+        number = adapter.lora_int_id
+        if number not in self._paths and len(self._paths) < MAX_ADAPTERS:
+            self._paths[number] = path
+        before = self._paths.get(number)
+        if before == path and not adapter.load_inplace:
+            return True
+        self._paths[number] = ""
+        if before:
+            self.on_other_weights(number)
+        return False
 
     def _answered(self, adapter: AdapterView, word: str | UnknownWeights) -> AdapterQuestion:
         found: Future[str] = Future()

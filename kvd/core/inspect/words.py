@@ -135,7 +135,9 @@ def _running_waits_for(node: NodeView, lease: LeaseRecord) -> str:
         return "the last copy into its device buffer"
     if COPY in lease.holders:
         return "the last copy of its engine"
-    return "the last post that reads its pages"
+    # What each of these waits for is told of it: a lease may be read by many, or by nobody yet.
+    sends = sorted(holder for holder in lease.holders if holder.startswith("send "))
+    return f"{', '.join(some_words(sends, 'sends'))} to be over"
 
 
 def told_copies(node: NodeView, lease: LeaseRecord) -> list[str]:

@@ -20,7 +20,7 @@ from tests.connectors.vllm.test_restarts import (
     held,
     warm,
 )
-from tests.connectors.vllm.world import World, WorldEngine
+from tests.connectors.vllm.world import BLOCK, Adapter, World, WorldEngine
 
 
 def well(engine):
@@ -110,6 +110,34 @@ def test_the_cache_is_reset_while_a_request_is(state, daemon):
     is_used_again(engine)
     engine.settle()
     assert not world.handed, "KV of former weights was handed over"
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda one: one.__name__)
+def test_an_adapter_is_loaded_anew_while_a_request_of_it_is(state):
+    """vLLM loads one in place between two steps, and says so to nobody but who has its number."""
+    world = World()
+    engine = WorldEngine(world, reserve_tokens=8)
+    add = engine.add
+    engine.add = lambda request, extra=(): add(request, extra, Adapter())
+    warm(engine)
+    state(engine)
+    world.weights += 1
+    engine.half.forget_adapter(Adapter.number)
+    assert all(one.stage is RequestStage.ALONE for one in engine.half._requests.here.values())
+    before = engine.loaded_tokens
+    engine.is_slow = engine.has_no_blocks = world.holds = False
+    engine.steps(8)
+    request = engine.requests["r1"]
+    if request in engine.running:
+        engine.preempt(request)
+        engine.steps(8)
+        assert request in engine.running
+        request.all_token_ids += range(1000, 1000 + 3 * BLOCK)
+        engine.steps(8)
+        engine.finish(request)
+    assert engine.loaded_tokens == before, "it was loaded from KV of former weights"
+    engine.settle()
+    assert not world.wrong, "KV of other weights was shared"
 
 
 @pytest.mark.parametrize("same_memory", [True, False], ids=["same", "other"])

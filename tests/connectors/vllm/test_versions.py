@@ -71,6 +71,35 @@ def test_the_manager_of_a_pool_is_found_where_vllm_gives_the_pool_alone(load):
     connector.shutdown()
 
 
+class Core:
+    """Of vLLM's ``EngineCore`` what makes a scheduler, and loads an adapter: facts of 0.32."""
+
+    def __init__(self, make):
+        self.loaded = []
+        self.model_executor = SimpleNamespace(add_lora=self.loaded.append)
+        self.connector = make()
+
+    def add_lora(self, adapter):
+        self.model_executor.add_lora(adapter)
+
+
+def test_an_engine_that_loads_an_adapter_says_so_before_it_does(load):
+    module = load(version="0.32.0")
+    config, cache = any_engine()
+    config.lora_config = SimpleNamespace()
+    core = Core(lambda: module.KvdConnector(config, module.KVConnectorRole["SCHEDULER"], cache))
+    forgotten = []
+    core.connector._adapters.on_other_weights = lambda number: forgotten.append(
+        (number, len(core.loaded))
+    )
+    for path, inplace in (("/a", False), ("/a", False), ("/b", True)):
+        core.add_lora(SimpleNamespace(lora_int_id=5, lora_path=path, load_inplace=inplace))
+
+    assert forgotten == [(5, 2)]
+    assert len(core.loaded) == 3
+    core.connector.shutdown()
+
+
 def orders(*, loads=(), failed=()):
     made = (SimpleNamespace(request=name, blocks=(blocks,)) for name, blocks in loads)
     return SimpleNamespace(loads=tuple(made), failed=tuple(failed))

@@ -299,6 +299,34 @@ def test_what_is_loaded_in_place_is_not_known_then_or_later(model, adapters):
     assert known_as(mine, lora(model, number=2)), "another number is loaded from the files"
 
 
+def test_what_is_loaded_under_a_number_that_has_other_weights_is_told_once(
+    model, tmp_path, adapters
+):
+    mine, told = adapters(), []
+    mine.on_other_weights = told.append
+    for number in (1, 2, 3):
+        mine.loads(lora(model, number=number))
+        assert known_as(mine, lora(model, number=number)), "it had no weights before"
+    mine.loads(lora(model, number=1))
+    assert told == [], "it has the weights that it had"
+
+    mine.loads(lora(tmp_path / "other", number=1, inplace=True))
+    assert known_as(mine, lora(model, number=2, inplace=True)) is None
+    assert known_as(mine, lora(tmp_path / "other", number=3)) is None
+    assert told == [1, 2, 3]
+    for number in (1, 2, 3):
+        mine.loads(lora(model, number=number, inplace=True))
+        assert known_as(mine, lora(model, number=number)) is None
+    assert told == [1, 2, 3], "nothing of them is shared any more"
+
+
+def test_an_adapter_of_an_engine_that_does_not_say_what_it_loads_is_not_known(model, adapters):
+    mine = adapters(by_path=True)
+    mine.hears_of_loads = False
+    assert known_as(mine, lora(model)) is None
+    assert "does not say" in mine.flaws["ad"]
+
+
 def test_an_adapter_whose_files_change_is_not_known_any_more(model, adapters):
     mine = adapters(since_ns=now_ns())
     assert known_as(mine, lora(model))

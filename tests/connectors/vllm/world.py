@@ -609,6 +609,8 @@ class WorldWorker:
 class Adapter:
     """What a request's adapter is known by, once somebody has asked for it so often."""
 
+    number = 1
+
     def __init__(self, after=0):
         self.after = after
         self.is_unknown = False
