@@ -197,7 +197,7 @@ def raise_epoch(node: NodeView, got: admin.RaiseEpoch) -> VerbPlan | Refusal:
     # Of these a lease ends that nobody else has, and what it locks is dropped.
     ending = {f"send {part.id}" for part in sends}
     over = {lease.id for lease in node.leases.leases.values() if lease.holders <= ending}
-    over |= {pin.lease.id for pin in node.pins.of_keys(keys) if pin.lease is not None}
+    over |= {pin.lease.id for pin in node.pins.of_base(base) if pin.lease is not None}
     notes += why.locked_words(node, keys, over)
     report = admin.Report(
         got.call, _flushed_pages(node, keys, over), (), notes=_bounded(notes, len(notes))
@@ -206,7 +206,7 @@ def raise_epoch(node: NodeView, got: admin.RaiseEpoch) -> VerbPlan | Refusal:
     def begin() -> None:
         who = "an operator"
         begin_epoch(epochs, node.prefiller, node.out, base=base, epoch=epoch, who=who)
-        node.pins.epoch_over(keys)
+        node.pins.epoch_over(base)
         node.tiers.flush(keys, base)
 
     return VerbPlan(report, begin)

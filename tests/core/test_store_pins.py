@@ -196,6 +196,33 @@ def test_a_flush_leaves_nothing_in_the_store_that_was_there(is_in_pool):
         assert ends(d) == ["it left the pool, and then its tier"]
 
 
+@pytest.mark.parametrize(
+    "verb", [admin.Flush(1), admin.Flush(1, namespace="n"), admin.RaiseEpoch(1, "n")]
+)
+def test_a_pin_that_the_store_alone_has_ends_when_its_namespace_does_though_that_forgot_it(verb):
+    """Once in a lifetime a node forgets what lies in a store, and knows its pins still."""
+    world = store()
+    d = world.d
+    pinned(d, namespace="n#a")
+    push_out(d)
+    world.pass_time(0.9 * LIFETIME_S)
+    d.ask(admin.Evict(1, 100))
+    d.tier.index.forget_namespace("n#a")
+    d.node.leases.tree._sweep_roots()
+    assert "n#a" not in d.node.leases.tree.roots
+    d.ask(verb)
+    world.pass_time(2.0)
+
+    (why,) = ends(d)
+    is_flush = isinstance(verb, admin.Flush)
+    words = "it left the pool, and then its tier", "its namespace has new weights"
+    assert why == words[not is_flush]
+    n_written = d.n_written
+    world.pass_time(2 * LIFETIME_S)
+    assert d.n_written == n_written
+    assert not violations(d.node)
+
+
 def test_an_object_that_turns_out_to_be_bad_is_written_anew():
     world, d, _ = left_pool()
     d.stored.damaged.add(("", keys_of(d, PROMPT)[5]))

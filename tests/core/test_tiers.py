@@ -462,6 +462,28 @@ def test_a_flush_that_the_storage_process_never_did_is_done_by_the_next():
     assert d.lease(PROMPT).prefix_tokens == 0
 
 
+@pytest.mark.parametrize("namespace", [None, "llama", "llama#a"])
+def test_a_flush_holds_for_what_lies_there_though_no_process_has_said_so(namespace):
+    """Between two storage processes, as at a start of the daemon, nobody knows what lies there."""
+    world = TieredWorld(d_pages=33, tier=disk(objects=200, moving=8))
+    d = world.d
+    evicted(world, d, namespace="llama#a")
+    evicted(world, d, namespace="other")
+    d.stop_storage()
+    d.ask(admin.Flush(1, namespace=namespace))
+    d.start_storage(2)
+    assert d.lease(PROMPT, namespace="llama#a").prefix_tokens == 0
+    assert "llama#a" not in {of for of, _ in d.stored.objects}
+    found = d.lease(PROMPT, namespace="other").prefix_tokens
+    assert found == (0 if namespace is None else len(PROMPT) // 4)
+
+    # It was about what lay there then.
+    evicted(world, d, namespace="llama#a")
+    d.stop_storage()
+    d.start_storage(3)
+    assert d.lease(PROMPT, namespace="llama#a").prefix_tokens
+
+
 def test_another_epoch_finds_nothing_of_the_one_before():
     world = TieredWorld(d_pages=33, tier=disk(objects=200, moving=8))
     d = world.d

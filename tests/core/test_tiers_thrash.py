@@ -12,7 +12,7 @@ from kvd.core.replay.freeze import freeze
 from kvd.core.replay.thaw import thaw
 from kvd.core.settings import Demotion
 from kvd.core.tiers import removed
-from kvd.core.tiers.removed import QUIET_S, RemovedObjects
+from kvd.core.tiers.removed import QUIET_S, MissedObjects, RemovedObjects
 from kvd.wire import admin, client
 from kvd.wire.cache_events import CacheThrashing
 from tests.core.tiered import DISK, PAGE, TieredWorld, cached, disk, tokens
@@ -188,6 +188,42 @@ def test_what_was_flushed_since_is_nobodys_loss():
 
     assert inspected.snapshot(d.node).tiers[0].missed == before
     assert any("pages of chat went from tier disk, by a flush" in fact for fact in facts(d))
+
+
+@pytest.mark.parametrize("namespace", [None, "chat"])
+def test_what_was_flushed_is_nobodys_loss_where_all_of_it_had_gone(namespace):
+    world, d = world_of()
+    batch = Batch(world)
+    for _ in range(4):
+        ask_for(d)
+        batch.write(POOL + OBJECTS + 8)
+        assert not d.tier.index.objects_of("chat")
+        d.ask(admin.Flush(1, namespace=namespace))
+    ask_for(d)
+    assert inspected.snapshot(d.node).tiers[0].missed == 0
+
+    pushed_out_and_asked_for(world, d, rounds=2, batch=batch)
+    assert len(thrashing(d)) == 1
+
+
+def test_what_a_process_found_that_is_none_is_no_flush_of_the_namespace_without_a_name():
+    world, d = world_of()
+    ask_for(d, namespace="")
+    Batch(world).write(POOL + OBJECTS + 8)
+    d.feed(inputs.TierReady(world.now_s, DISK, 2, n_removed=3, removed_why="3f9c is of another"))
+    assert not [fact for fact in facts(d) if "all of its namespace went" in fact]
+    ask_for(d, namespace="")
+    assert inspected.snapshot(d.node).tiers[0].missed == 8
+
+
+def test_what_went_long_before_is_not_soon_on_a_disk_that_turns_over_within_a_moment():
+    record, keys = RemovedObjects(8), [n.to_bytes(20, "little") for n in range(100)]
+    for key in keys:
+        record.pushed_out(key, "chat", "chat", None, 1.0)
+    for number, is_soon in ((80, False), (97, True)):
+        removal = record.ask(keys[number], "chat")
+        record.hurt(MissedObjects(removal, "chat", 1, 0, 1, 1.1))
+        assert record.n_missed_soon == is_soon
 
 
 def test_a_new_epoch_and_damage_and_what_was_found_are_reasons():

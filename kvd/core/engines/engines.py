@@ -237,7 +237,7 @@ class Engines(Verbs):
             who = self._sessions.by_id[session].name
             sends, out = self._prefiller, self._out
             begin_epoch(epochs, sends, out, base=base, epoch=epoch, who=who)
-            self._node.pins.epoch_over(keys_meant(base, self._leases.tree.roots))
+            self._node.pins.epoch_over(base)
             # Of no use to anybody from now on; what is locked goes when it is the oldest.
             report = self._flush(message.call, base)
         self._node.epoch_answers.answer(

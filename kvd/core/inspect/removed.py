@@ -172,7 +172,8 @@ def became_words(node: NodeView, left: LeftPrefix) -> str:
     if tier.index.has(namespace, key):
         return f"tier {tier.name} has it"
     for dropped in reversed(tier.index.removed.dropped):
-        if dropped.namespace == namespace and dropped.at_s >= left.at_s:
+        is_of_it = dropped.namespace == namespace and dropped.why != FOREIGN
+        if is_of_it and dropped.at_s >= left.at_s:
             return f"tier {tier.name} had it: all of its namespace went {_WHY[dropped.why]}"
     removal = tier.index.removed.find(key)
     if removal is None:

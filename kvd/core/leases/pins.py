@@ -21,14 +21,12 @@ import msgspec
 
 from kvd.core.cache.lease import PIN, Claim, Shortage
 from kvd.core.cache.lease_record import LeaseRecord
-from kvd.core.cache.namespaces import told
+from kvd.core.cache.namespaces import base_of, told
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Tokens
 from kvd.wire.cache_events import PinBegan, PinEnded, PinLeftPool
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.session_table import SessionTable
     from kvd.core.outbox import Outbox
@@ -206,14 +204,14 @@ class Pins:
             elif pin.lease is None and self._below.is_lost(pin.id):
                 self._end(pin, "it left the pool, and then its tier")
 
-    def epoch_over(self, keys: Collection[str]) -> None:
-        """Of these nothing is ever found again."""
-        for pin in self.of_keys(keys):
+    def epoch_over(self, base: str) -> None:
+        """Of this base and its members nothing is ever found again."""
+        for pin in self.of_base(base):
             self._end(pin, "its namespace has new weights")
 
-    def of_keys(self, keys: Collection[str]) -> list[PinRecord]:
-        """The pins of these namespaces."""
-        return [pin for pin in self.by_id.values() if pin.namespace in keys]
+    def of_base(self, base: str) -> list[PinRecord]:
+        """The pins of a base and its members, in the pool or below it."""
+        return [pin for pin in self.by_id.values() if base_of(pin.namespace) == base]
 
     def end_given_way(self, gone: list[LeaseRecord]) -> None:
         """Leases have gone because their pages were needed: some were pins."""

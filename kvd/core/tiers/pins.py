@@ -157,6 +157,10 @@ class TierPins:
     def _link(self, kept: TierPin, tier: StorageTier) -> None:
         tier.index.add(kept.namespace, each_key(kept.keys)[: self._leading(kept, tier)])
 
+    def namespaces(self) -> set[str]:
+        """Those that have a pin."""
+        return {kept.namespace for kept in self.by_id.values()}
+
     def forget_namespace(self, tier: StorageTier, namespace: str) -> None:
         """It was flushed: nothing of it is to be found there."""
         if tier.writes is not None:

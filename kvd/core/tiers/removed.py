@@ -26,7 +26,7 @@ import msgspec
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.evictions import MOST_MISSED, MOST_THRASHING, NO_QUOTA
-from kvd.core.cache.namespaces import base_of
+from kvd.core.cache.namespaces import base_of, name_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +47,9 @@ _DIGEST_BYTES: Final = 8
 TOGETHER_S: Final = 1.0
 """Objects that went within this are one removal."""
 
+TOGETHER_PART: Final = 4
+"""And before one in so many of what the tier holds went: a small one turns over within that."""
+
 SOON_AGAIN_S: Final = 3600.0
 """What is asked for later than this is no sign of thrash, however little was removed meanwhile."""
 
@@ -60,7 +63,8 @@ THRASH_PART: Final = 4
 """One in so many of the objects that went is asked for again soon; half of that goes on with it."""
 
 MOST_DROPPED: Final = 64
-"""Removals of a whole namespace, and of what was found at a start, that are remembered."""
+"""Removals of a whole namespace, and of what was found at a start, that are remembered; and so many
+names that were flushed."""
 
 OLDEST: Final = "oldest"
 BAD: Final = "bad"
@@ -79,7 +83,9 @@ class Removal:
     ``reason`` is of the first that went out of its turn.
     """
 
-    __slots__ = ("at_s", "hurt", "last", "n_objects", "needed_by", "number", "reason", "why")
+    __slots__ = (
+        *("at_s", "first", "hurt", "last", "n_objects", "needed_by", "number", "reason", "why"),
+    )
 
     def __init__(self, number: int, why: str, hurt: str, needed_by: str, at_s: float) -> None:
         self.number = number
@@ -89,8 +95,8 @@ class Removal:
         self.at_s = at_s
         self.reason: QuotaReason = NO_QUOTA
         self.n_objects = 0
-        self.last = 0
-        """Of all objects that were removed from the tier, which its last one was."""
+        self.first = self.last = 0
+        """Of all objects that were removed from the tier, which its first and last one were."""
 
 
 class DroppedObjects(msgspec.Struct, frozen=True, gc=False):
@@ -171,6 +177,9 @@ class RemovedObjects:
     """The record of one tier, which holds ``capacity`` objects."""
 
     __slots__ = (
+        "_all_flushed_upto",
+        "_flushed",
+        "_flushed_upto",
         "_rows",
         "capacity",
         "dropped",
@@ -186,6 +195,11 @@ class RemovedObjects:
         self.capacity = capacity
         self._rows = bytearray()
         """By the low bits of the digest, the newest in its place; made with the first."""
+        self._flushed: OrderedDict[str, int] = OrderedDict()
+        """By what was flushed, the last removal before that; the last flush at the end."""
+        self._all_flushed_upto = self._flushed_upto = 0
+        """The last removal before the last flush of everything, and of anything: those go on no
+        more."""
         self.removals: OrderedDict[int, Removal] = OrderedDict()
         """By number; those that began last at the end."""
         self.pairs: OrderedDict[tuple[str, str], TierPair] = OrderedDict()
@@ -210,6 +224,8 @@ class RemovedObjects:
         if (
             removal is None
             or at_s - removal.at_s > TOGETHER_S
+            or (self.n_removed - removal.first) * TOGETHER_PART >= self.capacity
+            or removal.number <= self._flushed_upto
             or (removal.reason.beyond_pages > 0) is not (given.beyond_pages > 0)
         ):
             removal = self._begin(OLDEST, hurt, needed_by, at_s)
@@ -244,9 +260,29 @@ class RemovedObjects:
                 )
             )
 
+    def flushed(self, namespace: str | None) -> None:
+        """Of this one, or of all, nobody wants what is there, nor what has gone before.
+
+        The name of a base means its members too. Whether anything of it is left there makes no
+        difference.
+        """
+        self._flushed_upto = next(reversed(self.removals), 0)
+        if namespace is None:
+            self._all_flushed_upto = self._flushed_upto
+            return
+        self._flushed.pop(namespace, None)
+        self._flushed[namespace] = self._flushed_upto
+        if len(self._flushed) > MOST_DROPPED:
+            self._flushed.popitem(last=False)
+
+    def _is_flushed(self, removal: Removal, namespace: str) -> bool:
+        flushed = [self._flushed.get(name, 0) for name in (name_in(namespace), base_of(namespace))]
+        return removal.number <= max(self._all_flushed_upto, *flushed)
+
     def _begin(self, why: str, hurt: str, needed_by: str, at_s: float) -> Removal:
         number = next(reversed(self.removals)) + 1 if self.removals else 1
         removal = self.removals[number] = Removal(number, why, hurt, needed_by, at_s)
+        removal.first = self.n_removed + 1
         if len(self.removals) > MOST_REMOVALS:
             self.removals.popitem(last=False)
         return removal
@@ -285,9 +321,8 @@ class RemovedObjects:
         if removal is None or told % 2:
             return None
         # What would not be there in any case is nobody's loss.
-        for dropped in self.dropped:
-            if dropped.namespace == namespace and dropped.at_s >= removal.at_s:
-                return None
+        if self._is_flushed(removal, namespace):
+            return None
         _ROW.pack_into(self._rows, at, int.from_bytes(key[:_DIGEST_BYTES], "little"), told + 1)
         return removal
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.evictions import MOST_LEFT
+from kvd.core.cache.namespaces import base_of, name_in
 from kvd.core.tiers.index import TierIndex
 from kvd.core.tiers.store_writes import StoreWrites
 from kvd.wire import events
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 FAILURES: Final = 3
 """Orders in a row that came to nothing, until a tier is away."""
+
+MOST_UNSEEN: Final = 1024
+"""Names that were flushed while no process serves a tier; more of them are a flush of all."""
 
 AWAY_S: Final = 1.0
 MOST_AWAY_S: Final = 60.0
@@ -146,6 +150,28 @@ class StorageEnding:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
+class UnseenFlushes:
+    """What was flushed while nobody said what lies in a tier: the next process removes it."""
+
+    __slots__ = ("is_of_all", "names")
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.is_of_all = False
+
+    def note(self, namespace: str | None) -> None:
+        """Of this one and its members, or of all of them."""
+        if namespace is not None:
+            self.names.add(namespace)
+        # Rather hits are lost than that what was flushed is found.
+        self.is_of_all = self.is_of_all or namespace is None or len(self.names) > MOST_UNSEEN
+
+    def are_about(self, namespace: str) -> bool:
+        """Whether one of them was about that, as the tree has it."""
+        return self.is_of_all or not self.names.isdisjoint({name_in(namespace), base_of(namespace)})
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class StorageTier:
     """One of them, by its name. Read it; the parts of this room write it."""
 
@@ -155,6 +181,7 @@ class StorageTier:
         "counts",
         "down_why",
         "dropped_namespaces",
+        "flushes",
         "generation",
         "gives_way_since_s",
         "health",
@@ -195,6 +222,8 @@ class StorageTier:
         self.dropped_namespaces: dict[str, int] = {}
         """Those whose objects were ordered away, by the last ticket before: as long as no later
         one is answered nobody knows that it was done."""
+        self.flushes = UnseenFlushes()
+        """While no process serves it: nobody knows what lies there, and what of that they mean."""
         self._ending = ending
         self._out = out
 
@@ -285,6 +314,11 @@ class StorageTier:
         was_away = self.health.succeeded()
         if self.writing.succeeded() or was_away:
             self._out.emit(events.TierBack(tier=self.name))
+
+    def flushed(self, namespace: str | None) -> None:
+        """This one, or everything, is to be found there no more."""
+        if not self.generation:
+            self.flushes.note(namespace)
 
     def _came_to(self, ticket: int) -> None:
         if self.dropped_namespaces:

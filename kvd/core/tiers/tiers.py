@@ -27,7 +27,7 @@ from kvd.core.tiers.node_keys import KeysAtNodes
 from kvd.core.tiers.pins import TierPins
 from kvd.core.tiers.promotion import PagePromotion, Promotions
 from kvd.core.tiers.removed import BEYOND, EPOCH, FLUSH, FOREIGN, MissedObjects, Removal, side_of
-from kvd.core.tiers.tier import StorageEnding, StorageTier
+from kvd.core.tiers.tier import StorageEnding, StorageTier, UnseenFlushes
 from kvd.types import ID_BYTES
 from kvd.wire import events
 from kvd.wire.cache_events import CacheThrashing
@@ -186,11 +186,16 @@ class Tiers:
         """
         for tier in self.each:
             known = {*tier.index.namespaces(), *[m.namespace for m in self._moving(tier)]}
+            # Of a store it is forgotten what lies there, and pins know it still.
+            known.update(self.pins.namespaces())
             meant = known if keys is None else known & set(keys)
             if namespace is not None:
                 meant |= set(keys_meant(namespace, known))
             for name in sorted(meant):
                 self._drop_namespace(tier, name, EPOCH if self._epochs.over([name]) else FLUSH)
+            if keys is None or namespace is not None:
+                tier.index.removed.flushed(namespace)
+                tier.flushed(namespace)
         self.promotions.probes.close(keys, namespace)
         self._is_flushing = True
         flushed = self._leases.flush(keys, namespace)
@@ -221,7 +226,11 @@ class Tiers:
     def found(self, got: TierFound) -> None:
         """Objects of before, which nobody has to write again."""
         tier = self.named(got.tier)
-        if tier is not None and got.namespace not in tier.dropped_namespaces:
+        if tier is None:
+            return
+        if tier.flushes.are_about(got.namespace):
+            tier.dropped_namespaces[got.namespace] = self.moves.last_ticket
+        if got.namespace not in tier.dropped_namespaces:
             tier.index.found(got.namespace, each_key(got.keys))
 
     def ready(self, got: TierReady) -> None:
@@ -230,6 +239,7 @@ class Tiers:
         if tier is None:
             return
         tier.generation, tier.down_why = got.generation, ""
+        tier.flushes = UnseenFlushes()
         # Of an epoch that is over nothing is ever asked again.
         over = self._epochs.over(tier.index.namespaces())
         for namespace in sorted({*over, *tier.dropped_namespaces}):
