@@ -8,6 +8,8 @@ from kvd.core.effects import LoadAgent
 from kvd.transfer import worker
 
 if TYPE_CHECKING:
+    import socket
+
     from kvd.transfer.orders import Order
 
 
@@ -19,6 +21,7 @@ class Babbler(worker.TransferWorker):
             self._orders.send(order.metadata)
 
 
-if __name__ == "__main__":
+def main(orders: socket.socket) -> None:
+    """Begin with it in the place of the other."""
     vars(worker)["TransferWorker"] = Babbler
-    worker.main()
+    worker.main(orders)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from kvd.transfer import copies, sending_agents, worker
+
+if TYPE_CHECKING:
+    import socket
 
 
 class Buggy:
@@ -21,7 +24,8 @@ def buggy(*_: object) -> NoReturn:
     raise TypeError(msg)
 
 
-if __name__ == "__main__":
+def main(orders: socket.socket) -> None:
+    """Begin with the bugs."""
     vars(sending_agents)["SendingAgent"] = Buggy
     vars(copies)["copy_job"] = buggy
-    worker.main()
+    worker.main(orders)
