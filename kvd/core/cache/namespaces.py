@@ -54,12 +54,17 @@ def base_of(namespace: str) -> str:
     return name_in(namespace).partition(MEMBER)[0]
 
 
+def names_of(key: str) -> tuple[str, str]:
+    """The names by which a flush can mean it, in whatever epoch: its own, and its base's."""
+    return name_in(key), base_of(key)
+
+
 def keys_meant(namespace: str, keys: Iterable[str]) -> tuple[str, ...]:
     """Those of ``keys`` that a flush of ``namespace`` is about, in whatever epoch.
 
     The name of a base means all its members, the name of a member that one alone.
     """
-    return tuple(key for key in keys if namespace in {name_in(key), base_of(key)})
+    return tuple(key for key in keys if namespace in names_of(key))
 
 
 NO_NAMESPACE: Final = "(no namespace)"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 
 from kvd.core import effects
-from kvd.core.cache.namespaces import base_of, name_in
+from kvd.core.cache.namespaces import name_in, names_of
 from kvd.core.tiers.keys import keys_along, next_key
 from kvd.core.tiers.moves import joined
 
@@ -182,7 +182,7 @@ class Probes:
         if self._out.at_s < self._all_closed_s:
             return True
         closed = self._closed
-        return bool(closed) and (name_in(namespace) in closed or base_of(namespace) in closed)
+        return bool(closed) and not closed.keys().isdisjoint(names_of(namespace))
 
     # ---- what ends -------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ import msgspec
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.evictions import MOST_MISSED, MOST_THRASHING, NO_QUOTA
-from kvd.core.cache.namespaces import base_of, name_in
+from kvd.core.cache.namespaces import base_of, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -276,7 +276,7 @@ class RemovedObjects:
             self._flushed.popitem(last=False)
 
     def _is_flushed(self, removal: Removal, namespace: str) -> bool:
-        flushed = [self._flushed.get(name, 0) for name in (name_in(namespace), base_of(namespace))]
+        flushed = [self._flushed.get(name, 0) for name in names_of(namespace)]
         return removal.number <= max(self._all_flushed_upto, *flushed)
 
     def _begin(self, why: str, hurt: str, needed_by: str, at_s: float) -> Removal:

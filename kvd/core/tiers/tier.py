@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.evictions import MOST_LEFT
-from kvd.core.cache.namespaces import base_of, name_in
+from kvd.core.cache.namespaces import names_of
 from kvd.core.tiers.index import TierIndex
 from kvd.core.tiers.store_writes import StoreWrites
 from kvd.wire import events
@@ -168,7 +168,7 @@ class UnseenFlushes:
 
     def are_about(self, namespace: str) -> bool:
         """Whether one of them was about that, as the tree has it."""
-        return self.is_of_all or not self.names.isdisjoint({name_in(namespace), base_of(namespace)})
+        return self.is_of_all or not self.names.isdisjoint(names_of(namespace))
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
