@@ -26,7 +26,7 @@ from benchmarks.disk_tier import NAMESPACE, TIER, TierSite
 from benchmarks.harness import benchmark
 from benchmarks.peer_calls import fill_named
 from benchmarks.tier_peers import PEERS, DrivenDisk, KvdProcessors, MoveTime, python_of
-from benchmarks.tier_trace import block_paths, made_trace, reuse_of
+from benchmarks.tier_trace import TRACE_OPTION, block_paths, made_trace, reuse_of
 from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_least, figure
 from kvd.core.effects import Demote, Promote
 from kvd.core.tiers.index import TierIndex
@@ -268,11 +268,7 @@ def _ratio(ours: Measured, theirs: Measured) -> float:
 command = benchmark(
     "tier_day",
     run,
-    click.option(
-        "--trace",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="In Mooncake's format; one is made if not.",
-    ),
+    TRACE_OPTION,
     click.option("--limit", default=1500, show_default=True, help="Requests of it."),
     click.option("--times", default=1, show_default=True, help="How often, by others each time."),
     click.option("--kib", default=64, show_default=True, help="Of a block on the disk."),

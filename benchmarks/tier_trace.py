@@ -364,14 +364,16 @@ def _goals(row: Measured, tree: float) -> tuple[Goal, ...]:
     )
 
 
+TRACE_OPTION = click.option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="In Mooncake's format; one is made if not.",
+)
+
 command = benchmark(
     "tier_trace",
     run,
-    click.option(
-        "--trace",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="In Mooncake's format; one is made if not.",
-    ),
+    TRACE_OPTION,
     click.option("--limit", default=1500, show_default=True, help="Requests."),
     click.option("--pool-tokens", default=200_000, show_default=True, help="Of each node."),
     click.option("--disk-tokens", default=1_800_000, show_default=True, help="Of each node."),

@@ -132,8 +132,7 @@ class Drive:
         self._begin()
 
     def _answer(self, order: effects.ProbeTier) -> None:
-        there = [(order.namespace, key) in self._disk.objects for key in each_key(order.keys)]
-        n_there, now_s = [*there, False].index(False), self._agenda.now_s
+        n_there, now_s = self._disk.leading(order), self._agenda.now_s
         self._report(inputs.TierProbed(at_s=now_s, ticket=order.ticket, n_there=n_there))
 
     def _begin(self) -> None:

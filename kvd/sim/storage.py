@@ -62,6 +62,11 @@ class SimDisk(Generic[C]):
         clock = self._stop if behind else self._clock
         return [(clock, -place) for place in range(behind, behind + n_objects)]
 
+    def leading(self, order: effects.ProbeTier) -> int:
+        """How many of the first that are asked for are there."""
+        there = [(order.namespace, key) in self.objects for key in each_key(order.keys)]
+        return [*there, False].index(False)
+
     def write(self, namespace: str, key: bytes, content: C, use: Use) -> None:
         """An object is there, whole."""
         self.remove(namespace, key)
@@ -265,11 +270,9 @@ class SimTierLane:
 
     def _probe(self, order: effects.ProbeTier) -> inputs.TierProbed:
         require(self._is_shared, f"{self.host.name}: no tier here is shared: {order}")
-        keys = each_key(order.keys)
-        there = [(order.namespace, key) in self.disk.objects for key in keys]
-        n_there, why = [*there, False].index(False), ""
+        n_there, why = self.disk.leading(order), ""
         if self.host.world.is_stormy and self._random() < LIES:
-            n_there, why = self._lie(len(keys))
+            n_there, why = self._lie(len(each_key(order.keys)))
         now_s = self._agenda.now_s
         return inputs.TierProbed(at_s=now_s, ticket=order.ticket, n_there=n_there, why=why)
 

@@ -164,14 +164,8 @@ class World:
 
     def _store(self) -> TierSettings:
         rng = self.rng
-        return TierSettings(
-            name="store",
-            capacity_bytes=rng.choice(self.profile.tier_objects),
-            object_bytes=1,
-            demotion=rng.choice((Demotion.ALWAYS, Demotion.SECOND_USE, Demotion.PRIORITY)),
-            wait_s=rng.choice((0.1, 1.0)),
-            deadline_s=2.0,
-            max_moving_bytes=rng.choice((1, 4, 32)),
+        return msgspec.structs.replace(
+            self._tier("store", Demotion.ALWAYS, Demotion.SECOND_USE, Demotion.PRIORITY),
             is_shared=True,
             absent_s=rng.choice((0.0, 2.0)),
             lifetime_s=rng.choice((1.0, 20.0)),
@@ -180,16 +174,19 @@ class World:
         )
 
     def _disk(self) -> TierSettings:
+        made = self._tier("disk", Demotion.ALWAYS, Demotion.ALWAYS, Demotion.SECOND_USE)
+        return msgspec.structs.replace(made, share_beside_handoffs=0.25)
+
+    def _tier(self, name: str, *demotions: Demotion) -> TierSettings:
         rng = self.rng
         return TierSettings(
-            name="disk",
+            name=name,
             capacity_bytes=rng.choice(self.profile.tier_objects),
             object_bytes=1,
-            demotion=rng.choice((Demotion.ALWAYS, Demotion.ALWAYS, Demotion.SECOND_USE)),
+            demotion=rng.choice(demotions),
             wait_s=rng.choice((0.1, 1.0)),
             deadline_s=2.0,
             max_moving_bytes=rng.choice((1, 4, 32)),
-            share_beside_handoffs=0.25,
         )
 
     def _quotas(self, n_pages: int) -> tuple[Quota, ...]:
