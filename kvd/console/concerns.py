@@ -464,7 +464,7 @@ def floors(context: Context) -> Iterator[Concern]:
 
 def thrash(context: Context) -> Iterator[Concern]:
     """Engines that evict what is asked for again soon: the pair that did so most, and how many."""
-    pairs = context.node.leases.evictions.thrashing_at(context.now_s)
+    pairs = context.node.leases.evictor.evictions.thrashing_at(context.now_s)
     if not pairs:
         return
     worst = max(pairs, key=lambda pair: pair.rounds)

@@ -284,7 +284,7 @@ def evict(node: NodeView, got: admin.Evict) -> VerbPlan:
     report = admin.Report(got.call, {"evicted_pages": freed}, refused, notes=notes)
     # By the pages of these victims, not by dropping them one by one: the order also puts behind
     # them the locked nodes that it passes, and stays the one that evicts for a lease.
-    return VerbPlan(report, lambda: node.leases.evict(freed, "operator"))
+    return VerbPlan(report, lambda: node.leases.evictor.evict(freed, "operator"))
 
 
 def _said_of_victim(node: NodeView, edge: RadixNode) -> str:

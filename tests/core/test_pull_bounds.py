@@ -475,7 +475,7 @@ def test_one_that_gives_way_in_the_tick_in_which_its_time_is_over_ends_once():
 
     assert isinstance(world.p.answer(waits), client.Leased)
     assert not open_rooms(world)
-    assert world.p.node.leases.gave_way == []
+    assert world.p.node.leases.giving_way.gone == []
 
 
 def test_what_is_being_sent_does_not_give_way():

@@ -302,7 +302,7 @@ class Containment:
         return "counted again"
 
     def _count_quotas(self, _: Fault) -> str:
-        quotas = self._node.leases.quotas
+        quotas = self._node.leases.evictor.quotas
         if quotas is None:
             return TOLD
         quotas.count_again()

@@ -175,7 +175,7 @@ def promise_faults(table: LeaseTable) -> list[Fault]:
 
 def quota_faults(table: LeaseTable) -> list[Fault]:
     """I3: what is counted of the namespaces with quotas is what the tree has of them."""
-    if table.quotas is None:
+    if table.evictor.quotas is None:
         return []
     return [
         Fault(
@@ -184,7 +184,7 @@ def quota_faults(table: LeaseTable) -> list[Fault]:
             f"{counted} pages are counted of {'what has no quota' if name is None else repr(name)},"
             f" {there} are in the tree",
         )
-        for name, (counted, there) in table.quotas.counted().items()
+        for name, (counted, there) in table.evictor.quotas.counted().items()
         if counted != there
     ][:1]
 

@@ -418,7 +418,7 @@ class Pulls:
     def tier_waited(self, ask: PullAsk, lease: LeaseRecord) -> None:
         """Ask for what is behind that: what has come counts as what is cached here."""
         ask.waiter = None
-        self._leases.release(lease, PULLER, "pull")
+        self._leases.holders.release(lease, PULLER, "pull")
         self._say_pull(ask)
 
     def refuse_unasked(self, ask: PullAsk, refusal: Refusal) -> None:

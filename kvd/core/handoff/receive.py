@@ -43,7 +43,7 @@ from kvd.core.handoff.refusals import (
 )
 from kvd.core.handoff.transitions import move_decode, tell_ended
 from kvd.core.handoff.verify import SumFinding, Verifying
-from kvd.core.leases.lease_table import RECEIVED
+from kvd.core.leases.lent_pages import RECEIVED
 from kvd.errors import Code, Refusal
 from kvd.types import NO_TOKENS, Pages, count
 from kvd.wire import client
@@ -400,11 +400,11 @@ class Decoder:
             # Before the commit: a journal notes what moves in leases that an engine has, and this
             # one has it from here on.
             said = "pulled" if attempt.is_pulled else "received"
-            self._leases.hand_over(lease, f"{said} from {attempt.sources}")
+            self._leases.holders.hand_over(lease, f"{said} from {attempt.sources}")
         # No tokens beyond those claimed: the whole prompt is in its pages, and nothing else is. No
         # engine has said so, so it is noted also where only words of engines count.
         lease.written_tokens = count(lease.tokens)
-        self._leases.commit(lease, NO_TOKENS)
+        self._leases.commits.commit(lease, NO_TOKENS)
         if left is None:
             self.ready[lease.id] = attempt
             rows = self._leases.components.page_tables(lease)
@@ -422,7 +422,7 @@ class Decoder:
             self._close(part, ReceiveOutcome.COMMITTED, None)
         if left is not None:
             # After the commit, so that the pages stay cached; the lock alone is let go.
-            self._leases.release(lease, ARRIVAL, left.code.value)
+            self._leases.holders.release(lease, ARRIVAL, left.code.value)
             self._ready_to_closed(attempt, left.message)
 
     def _land_in_arena(self, attempt: ReceiveAttempt, lease: LeaseRecord) -> None:
@@ -431,7 +431,7 @@ class Decoder:
         aux, attempt.aux = attempt.aux, b""
         # Before Received: what it names is the engine's again by then.
         pages = lease.page_table
-        self._leases.release(lease, ARRIVAL, RECEIVED if left is None else left.code.value)
+        self._leases.holders.release(lease, ARRIVAL, RECEIVED if left is None else left.code.value)
         if left is None:
             told = client.Received(receive=attempt.id, lease=0, pages=pages, aux=aux)
             self._out.answer(attempt.session, told)

@@ -208,7 +208,7 @@ class ReceiveRequests:
         if refusal is not None:
             # No Offer has left, so nobody can write: the pages are free at once.
             attempt.lease = None
-            self._leases.release(lease, ARRIVAL, refusal.code.value)
+            self._leases.holders.release(lease, ARRIVAL, refusal.code.value)
             self.queued_to_closed(attempt, refusal, call)
             return
         for part in attempt.parts:

@@ -102,7 +102,7 @@ def totals(node: NodeView) -> Totals:
         sent_bytes=prefiller.posts.sent_bytes,
         received_bytes=decoder.received_bytes,
         saved_bytes=decoder.saved_bytes,
-        evicted_pages=node.leases.evicted_pages,
+        evicted_pages=node.leases.evictor.evicted_pages,
         messages_refused=node.refused,
         violations=node.audit.violations,
         leases_retracted=node.retractor.retracted,

@@ -522,7 +522,7 @@ def of_client(node: NodeView, number: int) -> Explanation | Refusal:
     facts = [_lease_fact(node, lease) for lease in biggest]
     if session is not None and session.hang_up is not None:
         facts.insert(0, f"waits for {death_of(node, session)}")
-    if number in node.leases.by_word:
+    if number in node.leases.commits.by_word:
         facts.append(_counts_by_word(session))
     late = node.engine_copies.marks.of_session(number)
     facts += some_words([mark_words(node, wait) for wait in late], "copies wait for marks")
