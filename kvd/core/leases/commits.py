@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease_state import LeaseStage
-from kvd.core.leases import lease_events
+from kvd.core.leases.lease_events import tell_committed
 from kvd.core.leases.written import tokens_to_commit
 from kvd.errors import Code, Refusal
 from kvd.types import NO_PAGES, Pages, Tokens, count, slice_pages
@@ -164,7 +164,7 @@ class Commits:
             self.give_back(lease, extension.duplicates)
         lease.touched_s = leased.out.at_s
         duplicate_pages = count(extension.duplicates)
-        lease_events.tell_committed(leased.out, lease, extension.node, duplicate_pages)
+        tell_committed(leased.out, lease, extension.node, duplicate_pages)
 
     def _would_break_promise(self, lease: LeaseRecord, last: int) -> bool:
         """Whether pages that others are promised would be locked, and none come back for them."""

@@ -13,7 +13,7 @@ from mypy_extensions import mypyc_attr
 from kvd.core.cache.evictions import FLUSH, MOST_FRESH, OPERATOR, SOON_S, Evictions
 from kvd.core.cache.quota_order import QuotaOrder
 from kvd.core.components.component_pages import tell_evicted
-from kvd.core.leases import lease_events
+from kvd.core.leases.lease_events import tell_floor_broken, tell_thrashing
 from kvd.types import ID_BYTES, NO_PAGES, count
 from kvd.wire import events
 
@@ -80,7 +80,7 @@ class Evictor:
     def settle_evictions(self) -> None:
         """Enter what was evicted and missed; who begins to thrash is told."""
         for began in self.evictions.settle():
-            lease_events.tell_thrashing(self._leased.out, began)
+            tell_thrashing(self._leased.out, began)
 
     # ---- quotas ------------------------------------------------------------------------------
 
@@ -108,5 +108,5 @@ class Evictor:
             share, at_s = order.share_named(namespace), out.at_s
             # Once where it goes on: under load every request would tell of it.
             if share.taken_pages == n_pages or at_s - share.taken_at_s > SOON_S:
-                lease_events.tell_floor_broken(out, share, n_pages, session, need)
+                tell_floor_broken(out, share, n_pages, session, need)
             share.taken_at_s = at_s

@@ -18,7 +18,7 @@ import msgspec
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import COPY, Claimed, Shortage
-from kvd.core.leases import lease_events
+from kvd.core.leases.lease_events import tell_extended, tell_opened
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count
 
@@ -179,18 +179,19 @@ class Grants:
 
     def _grant(self, claimed: Claimed) -> LeaseRecord:
         """Take the pages that are there for it: it begins, or a retracted one has pages again."""
-        leased = self._leased
-        lease = self._begin(claimed.claim, claimed.anchor, claimed.demand[0])
+        leased, claim, anchor = self._leased, claimed.claim, claimed.anchor
+        if claim.lent is not None:
+            lease = self._lent.borrow(claim, claim.lent, anchor)
+        else:
+            lease = self._begin(claim, anchor, claimed.demand[0])
         if leased.components.each:
             leased.components.grant(lease, claimed)
-        if claimed.claim.promise_tokens:
-            leased.promises.promise(lease, lease.room_tokens + claimed.claim.promise_tokens)
+        if claim.promise_tokens:
+            leased.promises.promise(lease, lease.room_tokens + claim.promise_tokens)
         return lease
 
     def _begin(self, claim: Claim, anchor: RadixNode, n_pages: int) -> LeaseRecord:
         """The same of the first component: so many pages, and what is cached up to ``anchor``."""
-        if claim.lent is not None:
-            return self._lent.borrow(claim, claim.lent, anchor)
         leased = self._leased
         # Locked since the claim was made: the eviction between the two could not take it.
         own = leased.pool.take_pages(n_pages)
@@ -225,7 +226,7 @@ class Grants:
                 evictions.hurt(mark, anchor, claim.session, leased.out.at_s)
             if self.below is not None and claim.session and claim.cache:
                 self.below.missed(claim, anchor)
-        lease_events.tell_opened(leased.out, lease, n_own, n_prompt, missed, why)
+        tell_opened(leased.out, lease, n_own, n_prompt, missed, why)
         return lease
 
     def open_arena(self, claim: Claim, n_pages: int) -> LeaseRecord | None:
@@ -254,10 +255,10 @@ class Grants:
             # Every budget before the first page: what was taken of one could not be given back
             # without a gap in the row when another one is short.
             demand = (needed, *leased.components.growth(lease, room_tokens))
-            promise = lease.promise
-            promised = promise.pages if promise is not None else ()
-            # Headroom is without what is promised, and of that so much is its own.
-            kept = tuple(map(neg, promised)) or leased.budgets.nothing
+            promise, kept = lease.promise, leased.budgets.nothing
+            if promise is not None and promise.pages:
+                # Headroom is without what is promised, and of that so much is its own.
+                kept = tuple(map(neg, promise.pages))
             shortage = self._supply.shortage(demand, kept)
             if shortage is not None:
                 return shortage
@@ -269,7 +270,7 @@ class Grants:
             leased.components.extend(lease, room_tokens)
             if promise is not None:
                 leased.promises.count_again(lease)
-            lease_events.tell_extended(leased.out, lease)
+            tell_extended(leased.out, lease)
         lease.room_tokens = room_tokens
         lease.touched_s = leased.out.at_s
         return None

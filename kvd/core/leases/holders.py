@@ -14,7 +14,7 @@ from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import COPIES, COPY, ENGINE, OUTLIVING
 from kvd.core.cache.lease_record import LeaseSends
-from kvd.core.leases import lease_events
+from kvd.core.leases.lease_events import tell_committed, tell_extended
 from kvd.types import ID_BYTES, NO_PAGES, Pages, slice_pages
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Holders:
         leased.return_pages(rest, lease)
         leased.components.shorten(lease, kept * leased.page_size)
         leased.releases += 1
-        lease_events.tell_extended(leased.out, lease)
+        tell_extended(leased.out, lease)
 
     def commit_and_release(self, lease: LeaseRecord, new_tokens: Tokens) -> bool:
         """Does a commit without a number, then ``release`` by its engine, in one.
@@ -172,10 +172,10 @@ class Holders:
         tokens, table = lease.tokens, lease.page_table
         if new_tokens:
             tokens += new_tokens  # type: ignore[assignment]  # see RadixNode
-        n_tokens = len(tokens) // ID_BYTES
-        if n_tokens > len(table) // ID_BYTES * leased.page_size:
+        n_tokens, page_size = len(tokens) // ID_BYTES, leased.page_size
+        if n_tokens > len(table) // ID_BYTES * page_size:
             return False
-        first, last = lease.owned, n_tokens // leased.page_size
+        first, last = lease.owned, n_tokens // page_size
         if last > first and lease.session in self._commits.by_word:
             return False
         node, journal, tree = anchor, leased.journal, leased.tree
@@ -196,7 +196,7 @@ class Holders:
                 journal.note_cached(lease, extension)
             if duplicates := extension.duplicates:
                 self._commits.give_back(lease, duplicates)
-            lease_events.tell_committed(leased.out, lease, node, len(duplicates) // ID_BYTES)
+            tell_committed(leased.out, lease, node, len(duplicates) // ID_BYTES)
             first = last
         if journal is not None:
             journal.note_ended(lease)

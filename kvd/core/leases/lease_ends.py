@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from mypy_extensions import mypyc_attr
 
-from kvd.core.leases import lease_events
+from kvd.core.leases.lease_events import tell_quarantine_ended, tell_quarantined, tell_released
 from kvd.types import NO_PAGES, NO_TOKENS, count
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class LeaseEnds:
             self._giving_way.forget(lease)
         leased.releases += 1
         leased.released += 1
-        lease_events.tell_released(leased.out, lease, cause, freed_pages, was_locked)
+        tell_released(leased.out, lease, cause, freed_pages, was_locked)
 
     # ---- quarantine --------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class LeaseEnds:
         lease.holders = set()
         lease.quarantine = quarantine
         leased.releases += 1
-        lease_events.tell_quarantined(leased.out, lease, was_locked)
+        tell_quarantined(leased.out, lease, was_locked)
 
     def narrow_quarantine(self, lease: LeaseRecord, writers: tuple[Writer, ...]) -> None:
         """Some of the writers are over; these may still write."""
@@ -100,5 +100,5 @@ class LeaseEnds:
         n_pages = count(lease.page_table)
         n_freed = self._lent.give_back(lease, lease.page_table, proof)
         self._leased.components.end_lease(lease)
-        lease_events.tell_quarantine_ended(self._leased.out, lease, n_pages, proof)
+        tell_quarantine_ended(self._leased.out, lease, n_pages, proof)
         self.forget(lease, proof, n_freed, 0)

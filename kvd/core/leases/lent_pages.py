@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from kvd.core.leases import lease_events
+from kvd.core.leases.lease_events import tell_extended, tell_opened
 from kvd.types import NO_PAGES, Pages, count
 from kvd.wire import client
 
@@ -42,8 +42,8 @@ class LentPages:
         lease.lent = lent
         lease.prefix_tokens = lease.written_tokens = lent.first_page * leased.page_size
         # In this order: a reader that adds up what is held never sees a page twice.
-        lease_events.tell_extended(leased.out, arena)
-        lease_events.tell_opened(leased.out, lease, n_pages, count(claim.tokens), 0, "")
+        tell_extended(leased.out, arena)
+        tell_opened(leased.out, lease, n_pages, count(claim.tokens), 0, "")
         return lease
 
     def lent_by(self, arena: LeaseRecord) -> Pages:
@@ -66,7 +66,7 @@ class LentPages:
             return count(pages)
         leased.moved.log.append(pages)
         arena.page_table = Pages(arena.page_table + pages)
-        lease_events.tell_extended(leased.out, arena)
+        tell_extended(leased.out, arena)
         return 0
 
 

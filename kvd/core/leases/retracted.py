@@ -16,7 +16,7 @@ from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import ENGINE, RESTORE, SAVE
 from kvd.core.cache.lease_state import LeaseTransition, next_stage
-from kvd.core.leases import lease_events
+from kvd.core.leases.lease_events import tell_extended
 from kvd.types import NO_PAGES, count
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class RetractedLeases:
             # ranks.
             lease.said = (lease.written_tokens,) * len(lease.said)
         lease.touched_s = self._leased.out.at_s
-        lease_events.tell_extended(self._leased.out, lease)
+        tell_extended(self._leased.out, lease)
         return lease
 
     def begin_restore(self, lease: LeaseRecord) -> None:
