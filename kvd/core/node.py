@@ -398,7 +398,7 @@ class NodeState(NodeParts):
             self.peers.agents.retry(peer)
             self.peers.pulse.beat(
                 peer,
-                self.decoder.offer_floor(peer.incarnation),
+                self.decoder.open.offer_floor(peer.incarnation),
                 self.prefiller.settled_sends.floor(peer),
             )
         # A lost peer gets no Ping: it would not be heard, and its Hello comes first when it is
@@ -411,7 +411,7 @@ class NodeState(NodeParts):
         """Whether anything is open with a node of that name, or waits for it."""
         peer = self.peers.by_name.get(name)
         waits = (
-            *[part.peer for part in self.decoder.parts.values()],
+            *[part.peer for part in self.decoder.open.parts.values()],
             *[ask.peer for ask in self.pulls.asks.by_id.values()],
             *[part.awaited.destination for part in self.prefiller.by_send.values()],
         )
@@ -424,7 +424,7 @@ class NodeState(NodeParts):
         return (
             any(
                 part.incarnation == incarnation or part.peer == peer.name
-                for part in self.decoder.parts.values()
+                for part in self.decoder.open.parts.values()
             )
             or incarnation in self.decoder.outcomes.kept
             or bool(self.prefiller.parts_offered_by(incarnation))

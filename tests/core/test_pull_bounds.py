@@ -455,7 +455,7 @@ def test_they_give_way_to_whatever_an_engine_asks(how):
         assert isinstance(reply, client.Leased)
     else:
         world.p.call(client.ReceiveRequest, other(9, 30), room=3, source=("d",))
-        assert world.p.node.decoder.attempts
+        assert world.p.node.decoder.open.attempts
     assert len(open_rooms(world)) < 4
 
 

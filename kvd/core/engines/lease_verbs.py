@@ -302,7 +302,7 @@ class LeaseVerbs(Verbs):
         elif not self._sessions.is_asked_about(lease) and self._holders.commit_and_release(
             lease, tokens
         ):
-            if self._decoder.ready:
+            if self._decoder.open.ready:
                 self._decoder.lease_ended(lease.id)
             self._out.answer(session, client.Done(message.call))
             return None

@@ -180,7 +180,7 @@ def pool_states(node: NodeView) -> tuple[PoolState, ...]:
 
 def room_states(node: NodeView) -> list[RoomState]:
     """Every part that is not over, both sides; delivered ones until their lease is released."""
-    receives = [receive_row(node.leases, part) for part in node.decoder.known()]
+    receives = [receive_row(node.leases, part) for part in node.decoder.open.known()]
     sends = [send_row(node.leases, part) for part in node.prefiller.known()]
     return [ROOM.state(node, row) for row in (*receives, *sends)]
 
