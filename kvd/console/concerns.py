@@ -213,7 +213,7 @@ _SENDING = {Prefill.AWAIT_ENGINE, Prefill.AWAIT_OFFER, Prefill.STREAMING, Prefil
 def handoffs(context: Context) -> Iterator[Concern]:
     """Those that do not move, that will be late, and sends that their receiver does not end."""
     decoder, prefiller = context.node.decoder, context.node.prefiller
-    for receive in decoder.parts.values():
+    for receive in decoder.open.parts.values():
         if receive.state in _RECEIVING:
             yield from _handoff(context, receive, receive.moved_bytes, may_be_late=True)
     for send in prefiller.known():
@@ -253,7 +253,7 @@ def peers(context: Context) -> Iterator[Concern]:
         if peer.life is not Life.UP:
             kind, grave = ("peer-lost", HIGH) if peer.life is Life.LOST else ("peer-silent", MEDIUM)
             why = known.trouble(peer.name)
-            parts = [*context.node.decoder.parts.values(), *context.node.prefiller.known()]
+            parts = [*context.node.decoder.open.parts.values(), *context.node.prefiller.known()]
             stand = sum([part.peer == peer.name for part in parts])
             hurt = f"; {counted(stand, 'handoff')} with it under way" if stand else ""
             yield Concern(
@@ -464,7 +464,7 @@ def floors(context: Context) -> Iterator[Concern]:
 
 def thrash(context: Context) -> Iterator[Concern]:
     """Engines that evict what is asked for again soon: the pair that did so most, and how many."""
-    pairs = context.node.leases.evictions.thrashing_at(context.now_s)
+    pairs = context.node.leases.evictor.evictions.thrashing_at(context.now_s)
     if not pairs:
         return
     worst = max(pairs, key=lambda pair: pair.rounds)

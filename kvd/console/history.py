@@ -60,7 +60,7 @@ class LastMoved:
             return
         self._at_s = now_s
         before, self._seen = self._seen, {}
-        for receive in node.decoder.parts.values():
+        for receive in node.decoder.open.parts.values():
             known = before.get(("decode", receive.id))
             last_s, n_bytes = receive.history.last_s, receive.moved_bytes
             if known is None:

@@ -121,7 +121,7 @@ def vitals(context: Context, worry: Worry, latency: Latency, console_share: floa
         lag_s=context.lag_s,
         clients=len(node.sessions.by_id),
         leases=len(node.leases.leases),
-        rooms=len(decoder.parts) + len(prefiller.rooms.by_room),
+        rooms=len(decoder.open.parts) + len(prefiller.rooms.by_room),
         waiting=len(node.admission),
         peers=len({*node.peers.by_name, *(peer.name for peer in node.peers.dialed.values())}),
         peers_up=sum(peer.life is Life.UP for peer in node.peers.by_name.values()),
@@ -131,7 +131,7 @@ def vitals(context: Context, worry: Worry, latency: Latency, console_share: floa
         totals=totals(node),
         sources=context.recent.sources(),
         latency=latency,
-        moving_bytes_in=sum(part.moved_bytes for part in decoder.parts.values()),
+        moving_bytes_in=sum(part.moved_bytes for part in decoder.open.parts.values()),
         moving_bytes_out=sum(part.moved_bytes for part in prefiller.rooms.live()),
         console_share=console_share,
     )

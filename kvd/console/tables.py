@@ -87,7 +87,7 @@ def _rooms(context: Context, _: Query) -> Iterator[HandoffRow]:
     """
     context.progress.look(context.node, context.now_s)
     node = context.node
-    alive = [receive_row(node.leases, part) for part in node.decoder.parts.values()]
+    alive = [receive_row(node.leases, part) for part in node.decoder.open.parts.values()]
     alive += [send_row(node.leases, part) for part in node.prefiller.known()]
     for row in alive:
         row.moved_s = context.progress.moved_s(row.side, row.part)

@@ -154,8 +154,8 @@ class NodeState(NodeParts):
         # asks first, because it is nearly always so.
         if self.admission.line:
             self.admission.pump()
-        if self.leases.gave_way:
-            self.pins.end_given_way(self.leases.gave_way)
+        if self.leases.giving_way.gone:
+            self.pins.end_given_way(self.leases.giving_way.gone)
             self.prefiller.end_given_way()
         if self.drainer.drain is not None:
             self.drainer.end_if_over()
@@ -203,7 +203,7 @@ class NodeState(NodeParts):
         self.peers.allow(got.allow)
         self.pull_source.end_unreadable(self.peers)
         self.admission.retune(max_queue=got.max_queue, overtakers=got.overtakers)
-        self.leases.set_quotas(self.settings.policy, got.quotas)
+        self.leases.evictor.set_quotas(self.settings.policy, got.quotas)
         self.tiers.set_quotas(got.disk_quotas, got.store_quotas)
         self.out.emit(events.ConfigReloaded(changed=got.changed, needs_restart=got.needs_restart))
 
@@ -365,8 +365,8 @@ class NodeState(NodeParts):
             self.prefiller.peer_lost(peer)
         if lost:
             self.admission.wake()  # what waits for them lets those behind it pass
-        if self.leases.evictions.fresh:
-            self.leases.settle_evictions()
+        if self.leases.evictor.evictions.fresh:
+            self.leases.evictor.settle_evictions()
         self.pins.tick()
         self.admission.expire()
         self.pulls.tick()
@@ -398,7 +398,7 @@ class NodeState(NodeParts):
             self.peers.agents.retry(peer)
             self.peers.pulse.beat(
                 peer,
-                self.decoder.offer_floor(peer.incarnation),
+                self.decoder.open.offer_floor(peer.incarnation),
                 self.prefiller.settled_sends.floor(peer),
             )
         # A lost peer gets no Ping: it would not be heard, and its Hello comes first when it is
@@ -411,7 +411,7 @@ class NodeState(NodeParts):
         """Whether anything is open with a node of that name, or waits for it."""
         peer = self.peers.by_name.get(name)
         waits = (
-            *[part.peer for part in self.decoder.parts.values()],
+            *[part.peer for part in self.decoder.open.parts.values()],
             *[ask.peer for ask in self.pulls.asks.by_id.values()],
             *[part.awaited.destination for part in self.prefiller.by_send.values()],
         )
@@ -424,7 +424,7 @@ class NodeState(NodeParts):
         return (
             any(
                 part.incarnation == incarnation or part.peer == peer.name
-                for part in self.decoder.parts.values()
+                for part in self.decoder.open.parts.values()
             )
             or incarnation in self.decoder.outcomes.kept
             or bool(self.prefiller.parts_offered_by(incarnation))

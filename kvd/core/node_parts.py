@@ -67,7 +67,9 @@ class NodeParts:
         )
         # Each is made with what it reads, so their order is given, and nothing is set afterwards.
         out, leases = self.out, self.leases
-        open_sessions = SessionTable(settings.name, settings.max_told_bytes, leases.by_word, out)
+        open_sessions = SessionTable(
+            settings.name, settings.max_told_bytes, leases.commits.by_word, out
+        )
         self.former_leases = FormerLeases(settings, leases, open_sessions, out)
         self.owners = Owners(settings.name, leases, open_sessions, self.former_leases, out)
         self.admission = Admission(settings, leases, self.owners, out)

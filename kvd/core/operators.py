@@ -284,7 +284,7 @@ def evict(node: NodeView, got: admin.Evict) -> VerbPlan:
     report = admin.Report(got.call, {"evicted_pages": freed}, refused, notes=notes)
     # By the pages of these victims, not by dropping them one by one: the order also puts behind
     # them the locked nodes that it passes, and stays the one that evicts for a lease.
-    return VerbPlan(report, lambda: node.leases.evict(freed, "operator"))
+    return VerbPlan(report, lambda: node.leases.evictor.evict(freed, "operator"))
 
 
 def _said_of_victim(node: NodeView, edge: RadixNode) -> str:
@@ -300,7 +300,7 @@ def _said_of_victim(node: NodeView, edge: RadixNode) -> str:
 
 def abort(node: NodeView, got: admin.AbortRoom) -> VerbPlan | Refusal:
     """Give up every part of the room; pages that a remote may write go to quarantine."""
-    receives = [part for part in node.decoder.parts.values() if part.room == got.room]
+    receives = [part for part in node.decoder.open.parts.values() if part.room == got.room]
     sends = node.prefiller.rooms.parts_of(got.room)
     if not receives and not sends:
         return Refusal(Code.BAD_REQUEST, f"no open handoff in room {got.room} on this node")
@@ -318,7 +318,9 @@ def abort(node: NodeView, got: admin.AbortRoom) -> VerbPlan | Refusal:
         "quarantined_pages": sum(lease.held_pages for lease in drained.values()),
     }
     # By attempt and not by part: giving up one source gives up the others.
-    attempts = [attempt for attempt in node.decoder.attempts.values() if attempt.room == got.room]
+    attempts = [
+        attempt for attempt in node.decoder.open.attempts.values() if attempt.room == got.room
+    ]
     refusal = Refusal(
         Code.ABORTED, f"an operator aborted it: {got.reason}", side=node.settings.name
     )
@@ -382,7 +384,7 @@ def fence(node: NodeView, got: admin.Fence) -> VerbPlan:
     of the new generation. A send is cut if one of its posts is under way.
     """
     draining = [lease for lease in node.leases.leases.values() if lease.quarantine is not None]
-    receives = [part for part in node.decoder.parts.values() if part.state in ASKING]
+    receives = [part for part in node.decoder.open.parts.values() if part.state in ASKING]
     sends = [
         part for part in node.prefiller.rooms.live() if part.state in WRITING and part.outstanding
     ]

@@ -119,7 +119,7 @@ def node_dues(node: NodeState) -> list[float]:
 
 def _is_under_way(node: NodeState) -> bool:
     return bool(
-        node.decoder.parts
+        node.decoder.open.parts
         or node.decoder.quarantines.leases
         or node.prefiller.rooms.by_room
         or node.prefiller.settled_sends.settled

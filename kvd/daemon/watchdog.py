@@ -106,7 +106,7 @@ def status_line(node: NodeState, state: str) -> str:
     known = {*peers.by_name, *(link.name for link in peers.dialed.values())}
     up = sum(peer.life is Life.UP for peer in peers.by_name.values())
     table = node.leases
-    rooms = len(node.decoder.parts) + len(node.prefiller.rooms.by_room)
+    rooms = len(node.decoder.open.parts) + len(node.prefiller.rooms.by_room)
     return (
         f"{state}; peers {up}/{len(known)} up, clients {len(node.sessions.by_id)}, "
         f"pages {table.tree.cached_pages} cached {table.pool.free_pages} free, "

@@ -179,7 +179,7 @@ def mark_of(node: NodeState) -> StateMark:
             )
             for component in table.components.each
         ),
-        (table.opened, table.released, table.evicted_pages),
+        (table.opened, table.released, table.evictor.evicted_pages),
         (len(table.leases), len(node.admission)),
         (decoder.delivered, decoder.failed, decoder.received_bytes, decoder.saved_bytes),
         (settled_sends.delivered, settled_sends.failed, len(settled_sends.settled)),

@@ -173,7 +173,9 @@ class CopiedBlocks:
         copy = SimCopy(
             save.lease, save.first_page, save.pages, save.contents, upto_tokens=upto_tokens
         )
-        leases = [part.lease for part in decoder.parts.values() if part.id not in decoder.ready]
+        leases = [
+            part.lease for part in decoder.open.parts.values() if part.id not in decoder.open.ready
+        ]
         arriving = [one for one in leases if one is not None and ENGINE not in one.holders]
         if arriving and self.rng.random() < 0.5:
             lease = self.rng.choice(arriving)

@@ -197,7 +197,7 @@ class NodeShell:
         Raises:
             Violated: it is of no part.
         """
-        for part in self.node.decoder.parts.values():
+        for part in self.node.decoder.open.parts.values():
             if part.handoff == offer.handoff and part.lease is not None:
                 return part.lease
         raise Violated(f"{self.name}: Offer {offer.handoff} of no part")
@@ -224,7 +224,7 @@ class NodeShell:
         what = f"{self.name}: {pages} of {component} of handoff {handoff}"
         if lease is None:
             raise Violated(f"{what} written after their lease ended")
-        if lease.id in self.node.decoder.ready:
+        if lease.id in self.node.decoder.open.ready:
             raise Violated(f"{self.name}: handoff {handoff} is committed, and written again")
         held = page_ids(self.own_pages(lease, component))
         if not set(held).issuperset(pages):

@@ -449,7 +449,7 @@ def _unfinished(host: SimHost) -> list[str]:
     places = {
         "jobs": host.session.jobs,
         "calls": host.session.calls,
-        "receives": node.decoder.parts,
+        "receives": node.decoder.open.parts,
         "outcomes": node.decoder.outcomes.kept,
         "rooms": node.prefiller.rooms.by_room,
         "offers behind": node.prefiller.rooms.behind,

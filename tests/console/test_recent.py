@@ -42,6 +42,6 @@ def test_a_prompt_is_new_then_cached_then_evicted(seen):
     lease(world, prompt)
     assert (sources().new, sources().unaligned, sources().cached) == (3 * PAGE, 4, 3 * PAGE)
 
-    world.d.node.leases.flush()
+    world.d.node.leases.evictor.flush()
     lease(world, prompt)
     assert (sources().new, sources().evicted) == (3 * PAGE, 3 * PAGE)

@@ -471,7 +471,7 @@ def test_a_node_that_is_evicted_before_its_row_is_made_is_left_out():
     steps = VIEWS["tree"].look(context, Query("tree", opened=(root.id,), sort="name"))
     for _ in range(4):
         next(steps)  # the last of these has ranked them
-    world.d.node.leases.flush()
+    world.d.node.leases.evictor.flush()
     found = in_one(steps)
 
     assert found.of == 2

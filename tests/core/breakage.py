@@ -120,8 +120,8 @@ def stray_page(node: NodeState) -> str:
 
 def leaked_quarantine(node: NodeState) -> str:
     lease = quarantined(node)
-    part = next(one for one in node.decoder.parts.values() if one.lease is lease)
-    del node.decoder.parts[part.id], node.decoder.by_handoff[part.handoff]
+    part = next(one for one in node.decoder.open.parts.values() if one.lease is lease)
+    del node.decoder.open.parts[part.id], node.decoder.open.by_handoff[part.handoff]
     return f"the quarantine of lease {lease.id}"
 
 
@@ -207,20 +207,20 @@ def lease_unlocked(node: NodeState) -> str:
 
 
 def receive_without_lease(node: NodeState) -> str:
-    part = next(one for one in node.decoder.parts.values() if one.state.value == "receiving")
+    part = next(one for one in node.decoder.open.parts.values() if one.state.value == "receiving")
     part.attempt.lease = None
     return f"receive {part.id}"
 
 
 def verification_forgotten(node: NodeState) -> str:
-    part = next(one for one in node.decoder.parts.values() if one.state.value == "receiving")
+    part = next(one for one in node.decoder.open.parts.values() if one.state.value == "receiving")
     part.state = Decode.VERIFYING
     return f"receive {part.id}"
 
 
 def unfindable_receive(node: NodeState) -> str:
-    part = next(iter(node.decoder.by_handoff.values()))
-    del node.decoder.by_handoff[part.handoff]
+    part = next(iter(node.decoder.open.by_handoff.values()))
+    del node.decoder.open.by_handoff[part.handoff]
     return f"receive {part.id}"
 
 

@@ -91,6 +91,8 @@ def totals(side: Side) -> PageTotals:
 
 def offered(world: World) -> Offer:
     """The last Offer that the decode side sent."""
-    (part,) = [one for one in world.d.node.decoder.parts.values() if one.unanswered is not None]
+    (part,) = [
+        one for one in world.d.node.decoder.open.parts.values() if one.unanswered is not None
+    ]
     assert isinstance(part.unanswered, Offer)
     return part.unanswered

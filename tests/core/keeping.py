@@ -91,7 +91,7 @@ def arrival(
 
 def opened(table: LeaseTable, asked: Claim) -> LeaseRecord:
     """The lease, for which there is room."""
-    lease = table.open_lease(asked)
+    lease = table.grants.open_lease(asked)
     assert isinstance(lease, LeaseRecord), lease
     check(table)
     return lease
@@ -99,9 +99,9 @@ def opened(table: LeaseTable, asked: Claim) -> LeaseRecord:
 
 def finish(table: LeaseTable, lease: LeaseRecord, new: Tokens = NO_TOKENS) -> None:
     """Commit and release, as an engine does that computed nothing further."""
-    assert isinstance(table.commit(lease, new), int)
+    assert isinstance(table.commits.commit(lease, new), int)
     lease.is_whole = True
-    table.release(lease, next(iter(lease.holders)), "normal")
+    table.holders.release(lease, next(iter(lease.holders)), "normal")
     check(table)
 
 

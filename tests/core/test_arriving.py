@@ -209,7 +209,7 @@ def test_a_receive_that_fails_while_it_is_loaded_from_leaves_nothing(coming, is_
 
 
 def test_a_writer_that_says_more_than_it_has_sent_is_not_believed(coming):
-    (part,) = coming.world.d.node.decoder.parts.values()
+    (part,) = coming.world.d.node.decoder.open.parts.values()
     told = Progress(part.incarnation, coming.world.d.incarnation, part.handoff, 64, (1,))
     for more in (
         {"summed": (0, 2), "checksums": bytes(16)},
@@ -272,7 +272,7 @@ def test_the_sum_of_each_page_is_said_once_and_passed_on_once(coming):
 
 
 def test_behind_sums_that_were_lost_nothing_is_told_before_the_end(coming):
-    (part,) = coming.world.d.node.decoder.parts.values()
+    (part,) = coming.world.d.node.decoder.open.parts.values()
     told = Progress(part.incarnation, coming.world.d.incarnation, part.handoff, 64, landed=(4,))
     said = msgspec.structs.replace(told, summed=(2, 4), checksums=bytes(16))
     coming.world.d.feed(inputs.FromPeer(coming.world.now_s, "out:p", said))

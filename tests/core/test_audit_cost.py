@@ -132,7 +132,7 @@ def with_quarantines(n: int) -> NodeState:
     """What was received is not wanted any more, and its writer says nothing."""
     world = handoffs(n)
     world.cut = {"p"}
-    for receive in list(world.d.node.decoder.attempts):
+    for receive in list(world.d.node.decoder.open.attempts):
         world.d.call(client.CancelReceive, receive=receive)
     return world.d.node
 

@@ -110,7 +110,7 @@ def test_a_bad_receive_is_refused_before_anything_is_held(fields, code, message)
     assert [(node.id, node.lock_ref, node.hits) for node in table.tree.nodes()] == nodes
     assert (table.leases, table.pool.free_pages, table.tree.evictable_pages) == ({}, 57, 6)
     assert world.d.grants == {}
-    assert world.d.node.decoder.parts == {}
+    assert world.d.node.decoder.open.parts == {}
 
 
 def test_a_prompt_larger_than_the_pool_is_refused_without_a_word_to_the_peer():
@@ -163,7 +163,7 @@ def test_no_deadline_of_a_caller_makes_a_handoff_wait_for_ever(deadline_s):
     assert isinstance(world.d.take()[-1], client.ReceiveFailed)
     assert isinstance(world.p.take()[-1], client.SendFailed)
     assert world.p.node.prefiller.rooms.by_room == {}
-    assert world.d.node.decoder.parts == {}
+    assert world.d.node.decoder.open.parts == {}
 
 
 def test_a_send_of_other_tokens_than_the_lease_holds_is_refused():

@@ -52,7 +52,7 @@ def test_an_extension_takes_more_up_to_the_configured_number(table):
     lease = opened(table, claim(tokens((1, 4))))
     before = row(table, lease, "buffer")
 
-    table.extend(lease, 40)
+    table.grants.extend(lease, 40)
 
     assert len(row(table, lease, "buffer")) == 3
     assert row(table, lease, "buffer")[:1] == before
@@ -63,7 +63,7 @@ def test_a_claim_is_short_of_buffers_and_nothing_is_touched(table):
     for first in (1, 100):
         opened(table, claim(tokens((first, 12))))
 
-    assert table.open_lease(claim(tokens((200, 8)))) == Shortage(2, 1, "buffer")
+    assert table.grants.open_lease(claim(tokens((200, 8)))) == Shortage(2, 1, "buffer")
 
     check(table)
     assert pages_left(table) == {"kv": (34, 0), "buffer": (1, 0)}
@@ -78,11 +78,11 @@ def test_nothing_in_a_buffer_is_cached(table):
 def test_a_quarantine_keeps_no_buffer_because_no_remote_writes_one(table):
     lease = opened(table, arrival(table, tokens((1, 40))))
 
-    table.quarantine(lease, Quarantine((Writer("p", "i"),), 0.0, "cancelled"))
+    table.ends.quarantine(lease, Quarantine((Writer("p", "i"),), 0.0, "cancelled"))
     check(table)
 
     assert pages_left(table) == {"kv": (30, 0), "buffer": (7, 0)}
-    table.end_quarantine(lease, "settled")
+    table.ends.end_quarantine(lease, "settled")
     check(table)
 
 
@@ -90,6 +90,6 @@ def test_a_slide_leaves_buffers_as_they_are(table):
     lease = opened(table, claim(tokens((1, 40))))
     before = row(table, lease, "buffer")
 
-    assert table.slide(lease, 40) is None
+    assert table.grants.slide(lease, 40) is None
 
     assert row(table, lease, "buffer") == before

@@ -117,7 +117,7 @@ def test_who_answers_has_the_name_that_it_says_and_what_waits_is_for_that():
     mine = world.d.incarnation
     found = hears(world, hello_of(world, node="far", target=mine), "at:" + AT)
     assert world.d.node.peers.find(AT) == "far"
-    assert {part.peer for part in world.d.node.decoder.parts.values()} == {"far"}
+    assert {part.peer for part in world.d.node.decoder.open.parts.values()} == {"far"}
     assert any(
         isinstance(one, effects.SendToPeer) and type(one.message).__name__ == "Offer"
         for one in found
@@ -159,8 +159,8 @@ def test_who_is_left_so_is_told_goodbye_and_is_dialed_again_when_it_is_asked_for
     link = "at:" + AT
     hears(world, hello_of(world, node="far", target=world.d.incarnation), link)
     peer = world.d.node.peers.by_name["far"]
-    world.d.node.decoder.parts.clear()
-    world.d.node.decoder.attempts.clear()
+    world.d.node.decoder.open.parts.clear()
+    world.d.node.decoder.open.attempts.clear()
     found = []
     for _ in range(int(IDLE_S) + 5):
         hears(world, Ping(incarnation("x", 1), world.d.incarnation, 1, 0, 0, 0), link)

@@ -208,7 +208,7 @@ def test_with_blocks_what_was_cached_before_stays_so():
 
 def test_who_may_have_blocks_and_is_not_back_is_taken_at_what_is_said():
     daemon = adopted()
-    by_word = daemon.node.leases.by_word
+    by_word = daemon.node.leases.commits.by_word
 
     daemon.feed(inputs.ClientCameBack(NOW_S, 3, 4711, (7,), is_whole=False))
     assert by_word == {3}
@@ -224,7 +224,7 @@ def test_who_may_have_blocks_and_is_not_back_is_taken_at_what_is_said():
 def test_who_comes_back_with_blocks_is_taken_at_what_is_said():
     daemon = adopted()
     daemon.feed(inputs.ClientCameBack(NOW_S, 3, 4711, (7,), keeps_blocks=True))
-    assert daemon.node.leases.by_word == {3}
+    assert daemon.node.leases.commits.by_word == {3}
 
 
 def test_no_word_counts_what_a_save_is_still_writing(engine):
@@ -780,6 +780,6 @@ def test_each_shard_of_a_pool_has_a_rank_that_saves_it():
 
 def test_that_there_are_blocks_is_known_over_a_restart_whoever_comes_back():
     daemon = adopted(changed(sessions=(msgspec.structs.replace(WORKS, keeps_blocks=True),)))
-    assert daemon.node.leases.by_word == set()
+    assert daemon.node.leases.commits.by_word == set()
     daemon.feed(inputs.ClientCameBack(NOW_S, 3, 4711, (7,)))
-    assert daemon.node.leases.by_word == {3}
+    assert daemon.node.leases.commits.by_word == {3}

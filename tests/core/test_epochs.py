@@ -731,7 +731,7 @@ def test_who_receives_a_kept_room_that_is_still_written_gets_all_of_it_and_nobod
 def test_such_a_room_ends_also_where_nobody_receives_it_any_more(how):
     world = World(names=("d", "e"))
     send = written_in_a_room(world)
-    (receive,) = world.d.node.decoder.attempts
+    (receive,) = world.d.node.decoder.open.attempts
     world.d.call(client.CancelReceive, receive=receive)
     assert snapshot(world.p.node).rooms
     if how == "finish":

@@ -52,7 +52,7 @@ def put(side: Side, toks: bytes, session: int = 1) -> None:
 
 def record(side: Side):
     side.feed(Tick(side.world.now_s))
-    return side.node.leases.evictions
+    return side.node.leases.evictor.evictions
 
 
 def facts(side: Side, kind: str = "evicted", number: int = 0) -> tuple[str, ...]:
@@ -233,7 +233,7 @@ def test_a_thawed_node_has_the_record(world, side):
     record(side)
     again = thaw(freeze(side.node))
 
-    assert again.leases.evictions.last_left() == record(side).last_left()
+    assert again.leases.evictor.evictions.last_left() == record(side).last_left()
 
 
 def test_a_miss_of_what_was_evicted_is_still_told_with_the_lease(world, side):

@@ -336,7 +336,7 @@ def test_the_unfinished_page_is_not_copied_ahead(engine: Decode) -> None:
 
 def test_a_commit_that_swaps_pages_leaves_what_is_there_right(engine: Decode) -> None:
     engine.side.call(client.RetractLease, lease=engine.lease)
-    engine.side.node.leases.flush()
+    engine.side.node.leases.evictor.flush()
     resumed = engine.side.call(client.ResumeLease, lease=engine.lease)
     assert isinstance(resumed, client.Resumed)
     engine.row, engine.slots = resumed.pages, resumed.beside[0]

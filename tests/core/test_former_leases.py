@@ -489,8 +489,8 @@ def test_the_audit_finds_pages_that_are_kept_for_nobody():
     node = adopted().node
     node.former_leases.leases.clear()
     node.sessions.by_id.clear()
-    node.leases.release(node.leases.leases[7], "engine", "forced")
-    node.leases.release(node.leases.leases[9], "engine", "forced")
+    node.leases.holders.release(node.leases.leases[7], "engine", "forced")
+    node.leases.holders.release(node.leases.leases[9], "engine", "forced")
     assert violations(node) == [
         "I9: lease 41 is held for unproven, which is gone",
         "I9: lease 41 keeps pages that nobody of before the restart reads",

@@ -48,7 +48,7 @@ def test_an_offer_names_the_prefix_and_the_pages_of_the_rest(in_tree, prompt, pr
 
 
 def offer_lease(world: World) -> int:
-    (part,) = world.d.node.decoder.parts.values()
+    (part,) = world.d.node.decoder.open.parts.values()
     assert part.lease is not None
     return part.lease.id
 

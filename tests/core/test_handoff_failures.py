@@ -138,7 +138,7 @@ def test_the_aux_of_another_handoff_does_not_end_this_one():
         )
         world.inject(world.d, foreign)
 
-    assert world.d.node.decoder.parts[1].state is Decode.RECEIVING
+    assert world.d.node.decoder.open.parts[1].state is Decode.RECEIVING
     assert totals(world.d) == before == PageTotals(free=56, held=7)
     world.hold_posts = False
     sender.finish(b"of this room")
@@ -164,7 +164,7 @@ def test_a_failed_post_settles_only_after_its_agent_is_destroyed():
     world.p.report_next()
     assert world.p.node.peers.by_name["d"].agent is Agent.DROPPING
     assert world.p.node.prefiller.rooms.by_room[7].state is Prefill.DRAINING
-    assert world.d.node.decoder.parts[1].state is Decode.RECEIVING
+    assert world.d.node.decoder.open.parts[1].state is Decode.RECEIVING
     world.hold_shells = False
     world.run()
 
@@ -185,7 +185,7 @@ def test_bytes_in_doubt_keep_their_pages_until_the_receiving_host_is_quiet():
     (flight,) = world.p.flights.values()
     world.p.fail(flight, "transport error")
     world.run()
-    assert world.d.node.decoder.parts == {}
+    assert world.d.node.decoder.open.parts == {}
     assert totals(world.d) == PageTotals(free=56, quarantined=7)
 
     world.hold_quiet = False

@@ -59,7 +59,7 @@ def waiting(world: World) -> list[tuple[int, str, int, int]]:
 
 def open_rooms(world: World) -> list[int]:
     """Those that hold pages."""
-    parts = world.d.node.decoder.parts.values()
+    parts = world.d.node.decoder.open.parts.values()
     return [part.room for part in parts if part.lease is not None]
 
 

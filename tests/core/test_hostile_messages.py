@@ -212,7 +212,7 @@ def test_nothing_a_peer_says_raises_on_the_prefill_side(state, seed):
 def test_nothing_a_peer_says_raises_on_the_decode_side(state, seed):
     world = decode_in(state)
     if state is Decode.VERIFYING:
-        assert [part.state for part in world.d.node.decoder.parts.values()] == [state]
+        assert [part.state for part in world.d.node.decoder.open.parts.values()] == [state]
     shower(world, (world.p, world.d), seed, None)
 
 

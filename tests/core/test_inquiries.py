@@ -209,7 +209,7 @@ def test_questions_under_way_are_bounded():
 
 def told(world: World, asker: Side, **fields: object) -> Story:
     """What p answers when ``asker`` asks about the handoff of d, with other fields."""
-    (part,) = world.d.node.decoder.parts.values()
+    (part,) = world.d.node.decoder.open.parts.values()
     question = AskStory(asker.incarnation, world.p.incarnation, 1, part.handoff, ROOM, "prefill")
     kind = "in" + asker.connection
     step = world.p.feed(

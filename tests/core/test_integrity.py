@@ -70,7 +70,7 @@ def test_both_sides_work_out_one_seal_from_the_offer():
     asked(world)
 
     offer = offered(world)
-    (part,) = world.d.node.decoder.parts.values()
+    (part,) = world.d.node.decoder.open.parts.values()
 
     assert offer.integrity is Integrity.FULL
     (seal,) = part.seals
@@ -239,7 +239,7 @@ def test_little_that_has_landed_is_left_for_the_end():
 
 def test_nothing_is_summed_ahead_of_an_older_peer_or_of_one_that_tells_of_other_routes():
     world, _ = landing()
-    (part,) = world.d.node.decoder.parts.values()
+    (part,) = world.d.node.decoder.open.parts.values()
 
     for landed in ((), (4, 4)):
         said = Progress(part.incarnation, world.d.incarnation, part.handoff, 256, landed)

@@ -169,7 +169,7 @@ def test_another_peer_does_not_withdraw_a_pull_nor_take_it():
 def test_another_peer_says_nothing_of_a_receive(kind):
     world, d, e = three()
     receive(d)
-    (part,) = d.node.decoder.parts.values()
+    (part,) = d.node.decoder.open.parts.values()
     fields = {
         Accept: {"decode_prefix_len": 64},
         Progress: {"moved_bytes": 10**6},
@@ -201,7 +201,7 @@ def test_another_peer_does_not_answer_an_ask(room):
     says(world, e, d, PrefixFound, ask=1, room=room, n_tokens=PAGE)
 
     assert list(d.node.pulls.asks.by_id) == [1]
-    assert not d.node.decoder.parts
+    assert not d.node.decoder.open.parts
     assert not d.take()
     assert len(refused(d)) == 1
 
@@ -228,7 +228,7 @@ def test_a_source_that_sends_what_it_was_not_asked_for_is_refused(n_tokens):
 def test_a_source_does_not_say_what_the_receiver_alone_knows(outcome):
     world, d, _ = three()
     receive(d)
-    (part,) = d.node.decoder.parts.values()
+    (part,) = d.node.decoder.open.parts.values()
     says(world, world.p, d, Settled, handoff=part.handoff, outcome=outcome)
     (told,) = [one for one in d.answers if isinstance(one, client.ReceiveFailed)]
     assert f"ended it as '{outcome.value}', which it cannot know" in told.refusal.message

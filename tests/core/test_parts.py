@@ -40,7 +40,7 @@ def shares(world: World, names: tuple[str, ...]) -> list[tuple[int, int]]:
 
 
 def states(world: World) -> list[Decode]:
-    return [part.state for part in world.d.node.decoder.known()]
+    return [part.state for part in world.d.node.decoder.open.known()]
 
 
 def closed(world: World, name: str) -> events.HandoffEnded:
@@ -108,7 +108,7 @@ def test_nothing_is_committed_before_every_source_has_sent_its_part():
 
     assert states(world) == [Decode.READY, Decode.READY]
     assert totals(world.d) == PageTotals(free=56, held=1, cached=6)
-    lease = world.d.node.decoder.known()[0].lease
+    lease = world.d.node.decoder.open.known()[0].lease
     world.d.call(client.ReleaseLease, lease=lease.id)
     assert states(world) == []
 
@@ -218,7 +218,7 @@ def test_the_pages_of_a_cancelled_receive_wait_for_every_writer_that_may_still_w
     world.pass_time(2.0)
 
     assert totals(world.d) == PageTotals(free=63)
-    assert world.d.node.decoder.attempts == {}
+    assert world.d.node.decoder.open.attempts == {}
 
 
 def test_a_corrupt_part_ends_the_receive_and_drops_what_the_others_have_sent():
@@ -484,7 +484,7 @@ def test_an_offer_that_comes_again_with_another_prefix_is_refused():
     world = World(sources=TWO)
     cached(world.d, FULL)
     receive(world, tokens((1, 160)))
-    part = world.d.node.decoder.by_handoff[2]
+    part = world.d.node.decoder.open.by_handoff[2]
     offer = part.unanswered
     senders(world, tokens((1, 160)))
     before = len(world.sides["p1"].effects)
@@ -514,7 +514,7 @@ def test_a_share_that_is_none_is_refused(change, code, words):
     world = World(sources=TWO)
     world.lost = {Offer}
     receive(world)
-    offer = world.d.node.decoder.by_handoff[2].unanswered
+    offer = world.d.node.decoder.open.by_handoff[2].unanswered
     share = msgspec.structs.replace(offer.share, **change)
     world.lost = set()
     world.inject(world.sides["p1"], msgspec.structs.replace(offer, share=share), world.d)

@@ -250,7 +250,7 @@ def test_what_is_pinned_is_not_demoted_nor_counted_as_missed(side):
     put(side, prompt(1000))
     pin(side, prompt(1000))
 
-    assert side.node.leases.evictions.n_hurt == 0
+    assert side.node.leases.evictor.evictions.n_hurt == 0
     (began,) = [event for event in side.events if isinstance(event, PinBegan)]
     assert (began.owner, began.tokens) == ("engine", 64)
 

@@ -133,7 +133,7 @@ def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(world: World) -
     assert reply.refusal.message == sentence_of(
         "a prompt that does not fit is refused with both numbers"
     )
-    assert world.d.node.decoder.parts == {}
+    assert world.d.node.decoder.open.parts == {}
 
 
 def test_a_prompt_of_any_length_is_received_into_host_memory(world: World) -> None:

@@ -182,7 +182,7 @@ def test_a_commit_of_pages_that_its_engine_goes_on_with_locks_none_that_are_prom
     side.call(client.ReleaseLease, lease=twin.lease)
     # Computed beside the tree: what is cached of it came meanwhile.
     table = side.node.leases
-    table.flush()
+    table.evictor.flush()
     twin = side.lease(PROMPT)
     side.write(twin.pages, PROMPT)
     cached(side, PROMPT)
@@ -303,8 +303,8 @@ def test_windows_are_promised_too_and_what_a_slide_gives_back_is_counted_again()
 
     for upto in range(4, 32, 4):
         if upto >= 8:
-            assert table.extend(lease, 4) is None, upto
-        assert table.slide(lease, upto) is None
+            assert table.grants.extend(lease, 4) is None, upto
+        assert table.grants.slide(lease, upto) is None
         assert held.promised_pages == held.growth(lease, 32)
         assert held.headroom_pages >= 0
         check(table)

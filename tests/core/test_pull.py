@@ -141,7 +141,7 @@ def test_whoever_gives_up_unlocks_the_source(kind):
     while not world.held(kind):
         world.deliver(world.wire.pop(0))
     world.d.call(client.CancelCall, of=call)
-    number = world.d.node.decoder.attempts
+    number = world.d.node.decoder.open.attempts
     for receive in list(number):
         world.d.call(client.CancelReceive, receive=receive)
     world.hold_wire = False

@@ -455,7 +455,7 @@ def test_they_give_way_to_whatever_an_engine_asks(how):
         assert isinstance(reply, client.Leased)
     else:
         world.p.call(client.ReceiveRequest, other(9, 30), room=3, source=("d",))
-        assert world.p.node.decoder.attempts
+        assert world.p.node.decoder.open.attempts
     assert len(open_rooms(world)) < 4
 
 
@@ -475,7 +475,7 @@ def test_one_that_gives_way_in_the_tick_in_which_its_time_is_over_ends_once():
 
     assert isinstance(world.p.answer(waits), client.Leased)
     assert not open_rooms(world)
-    assert world.p.node.leases.gave_way == []
+    assert world.p.node.leases.giving_way.gone == []
 
 
 def test_what_is_being_sent_does_not_give_way():

@@ -78,7 +78,7 @@ def test_without_quotas_the_same_flood_takes_everything():
     flood(world, world.d, "b")
 
     assert pages_of(world.d, "a") == 0
-    assert world.d.node.leases.quotas is None
+    assert world.d.node.leases.evictor.quotas is None
     assert snapshot(world.d.node).quotas == ()
 
 
@@ -259,7 +259,7 @@ def test_a_count_that_is_wrong_is_found_and_counted_again():
     world = world_of(*FLOORED)
     d = world.d
     cached(d, prompt(1), "a")
-    quotas = d.node.leases.quotas
+    quotas = d.node.leases.evictor.quotas
     assert quotas is not None
     quotas.share_named("a").n_pages += 3
 

@@ -78,7 +78,7 @@ def test_a_receive_in_the_queue_is_not_ended_by_another_one(toks, fields, said):
 
     assert said in refusal(receive(world.d, toks, **fields)).message
 
-    assert len(world.d.node.decoder.attempts) == 1
+    assert len(world.d.node.decoder.open.attempts) == 1
     assert world.d.answer(1 + 1) is None
 
 
@@ -255,8 +255,8 @@ def test_a_retry_with_the_lease_of_another_session_ends_nothing():
 def named_by_walking(side: Side) -> tuple[dict[object, int], dict[object, int]]:
     """What each request id must find: receives and settled sends, looked for one by one."""
     decoder, sends = side.node.decoder, side.node.prefiller.settled_sends
-    live = [attempt for attempt in decoder.attempts.values() if attempt.ended is None]
-    receives = {attempt.name: attempt.id for attempt in [*live, *decoder.ready.values()]}
+    live = [attempt for attempt in decoder.open.attempts.values() if attempt.ended is None]
+    receives = {attempt.name: attempt.id for attempt in [*live, *decoder.open.ready.values()]}
     settled = {
         (part.session, part.room, part.request.id): part.id
         for part in sends.settled.values()
@@ -271,16 +271,16 @@ def named(side: Side) -> tuple[dict[object, int], dict[object, int]]:
     decoder, sends = side.node.decoder, side.node.prefiller.settled_sends
     receives = {
         name: attempt.id
-        for name, attempt in decoder.named.items()
-        if attempt.ended is None or decoder.lease_of_ready(attempt) is not None
+        for name, attempt in decoder.open.named.items()
+        if attempt.ended is None or decoder.open.lease_of_ready(attempt) is not None
     }
     return receives, {name: part.id for name, part in sends.named.items()}
 
 
 def act_at_random(world: World, rng: random.Random) -> None:
     asked = {"room": rng.randint(1, 4), "request_id": rng.choice(["r1", "r2", ""])}
-    receives = list(world.d.node.decoder.attempts)
-    ready = list(world.d.node.decoder.ready)
+    receives = list(world.d.node.decoder.open.attempts)
+    ready = list(world.d.node.decoder.open.ready)
     match rng.randrange(7):
         case 0 | 1:
             receive(world.d, **asked)
@@ -307,10 +307,10 @@ def test_a_request_id_finds_what_a_walk_over_all_would_find(seed):
             assert named(side) == named_by_walking(side), f"seed {seed}, step {step}"
             found += sum(map(len, named(side)))
     assert found
-    for number in list(world.d.node.decoder.attempts):
+    for number in list(world.d.node.decoder.open.attempts):
         world.d.call(client.CancelReceive, receive=number)
     world.pass_time(60.0, tick_s=1.0)
-    for lease in list(world.d.node.decoder.ready):
+    for lease in list(world.d.node.decoder.open.ready):
         world.d.call(client.ReleaseLease, lease=lease)
-    assert not world.d.node.decoder.named
+    assert not world.d.node.decoder.open.named
     assert not world.p.node.prefiller.settled_sends.named

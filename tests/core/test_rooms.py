@@ -350,7 +350,7 @@ def test_an_offer_repeated_as_another_one_is_refused_for_what_changed(changes, c
     world.hold_posts = True
     sender = Sender(world) if when == "streaming" else None
     receive(world.d)
-    offer = world.d.node.decoder.parts[1].unanswered or next(
+    offer = world.d.node.decoder.open.parts[1].unanswered or next(
         one.message
         for one in world.d.effects
         if isinstance(one, effects.SendToPeer) and isinstance(one.message, Offer)

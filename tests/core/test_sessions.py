@@ -36,7 +36,7 @@ def test_waiting_receives_of_a_dead_session_never_reach_the_peer():
 
     world.d.hang_up(dead)
 
-    assert world.d.node.decoder.parts == {}
+    assert world.d.node.decoder.open.parts == {}
     assert world.d.grants == {}, "an Offer was sent"
     assert list(world.d.node.leases.leases) == [1]
 

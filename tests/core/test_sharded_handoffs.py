@@ -91,7 +91,7 @@ def test_every_head_of_every_layer_lands_where_it_belongs(
     receive(world)
 
     world.p.call(client.Advance, send=sent, upto_tokens=40)
-    (part,) = world.d.node.decoder.parts.values()
+    (part,) = world.d.node.decoder.open.parts.values()
     landing_bytes = part.total_bytes
     finished = world.p.call(client.Finish, send=sent, aux=b"first")
 

@@ -158,7 +158,7 @@ class Naive(Admission):
     """The same promises without a thought for what they cost."""
 
     def at_once(self, claim):
-        return None if len(self) else self._leases.open_lease(claim)
+        return None if len(self) else self._leases.grants.open_lease(claim)
 
     def _stand(self, waiter: Waiter) -> None:
         self.line.append(waiter)
@@ -193,7 +193,7 @@ class Naive(Admission):
                 blocking.append(waiter)
             if any(self._is_barring(one) for one in blocking):
                 break
-        leases = self._leases.open_leases(claimed)
+        leases = self._leases.grants.open_leases(claimed)
         for waiter, lease in zip(admitted, leases, strict=True):
             waiter.asker.admitted(lease)
         return bool(admitted)

@@ -51,7 +51,7 @@ def test_a_state_is_refused_when_all_are_held_and_no_page_is_touched(table):
     for first in (1, 100, 200, 300):
         opened(table, claim(tokens((first, 8))))
 
-    assert table.open_lease(claim(tokens((400, 8)))) == Shortage(1, 0, "state")
+    assert table.grants.open_lease(claim(tokens((400, 8)))) == Shortage(1, 0, "state")
 
     check(table)
     assert pages_left(table) == {"kv": (32, 0), "state": (0, 0)}
@@ -78,9 +78,9 @@ def test_a_state_beyond_the_last_whole_page_is_no_snapshot(table, n_tokens):
 
 def test_a_plain_release_leaves_no_snapshot_because_more_may_have_been_computed(table):
     lease = opened(table, claim(tokens((1, 16)), reserve=8))
-    table.commit(lease, NO_TOKENS)
+    table.commits.commit(lease, NO_TOKENS)
 
-    table.release(lease, "engine", "normal")
+    table.holders.release(lease, "engine", "normal")
     check(table)
 
     assert ends(table) == {}
@@ -176,7 +176,7 @@ def test_a_receive_may_find_its_whole_prompt_cached(table):
 def test_the_snapshots_used_longest_ago_make_room(table):
     for first in (1, 100, 200):
         cached(table, tokens((first, 8)))
-    table.release(opened(table, claim(tokens((1, 8), (900, 1)))), "engine", "normal")
+    table.holders.release(opened(table, claim(tokens((1, 8), (900, 1)))), "engine", "normal")
 
     opened(table, claim(tokens((300, 8))))
     opened(table, claim(tokens((400, 8))))
@@ -188,11 +188,11 @@ def test_the_snapshots_used_longest_ago_make_room(table):
 def test_a_dropped_snapshot_is_told_under_its_component(table):
     for first in (1, 100, 200, 300):
         cached(table, tokens((first, 8)))
-    table._out.drain()
+    table.out.drain()
 
     opened(table, claim(tokens((400, 8))))
 
-    told = [event for event in table._out.drain().events if isinstance(event, events.Evicted)]
+    told = [event for event in table.out.drain().events if isinstance(event, events.Evicted)]
     assert [(one.component, one.pages) for one in told] == [("state", 1)]
 
 
@@ -202,14 +202,14 @@ def test_a_snapshot_that_is_gone_on_from_is_not_dropped(table):
     for first in (100, 200):
         opened(table, claim(tokens((first, 8))))
 
-    assert table.open_lease(claim(tokens((300, 8)))) == Shortage(1, 0, "state")
+    assert table.grants.open_lease(claim(tokens((300, 8)))) == Shortage(1, 0, "state")
     assert ends(table) == {8: 1}
 
 
 def test_tokens_that_leave_the_tree_take_their_snapshots_with_them(table):
     cached(table, tokens((1, 8)))
 
-    table.flush()
+    table.evictor.flush()
     check(table)
 
     assert pages_left(table) == {"kv": (40, 0), "state": (4, 0)}
@@ -229,11 +229,11 @@ def test_a_snapshot_that_is_there_already_keeps_its_page(table):
 def test_a_state_that_a_remote_may_still_write_is_kept_from_everybody(table):
     lease = opened(table, arrival(table, tokens((1, 24))))
 
-    table.quarantine(lease, Quarantine((Writer("p", "i"),), 0.0, "cancelled"))
+    table.ends.quarantine(lease, Quarantine((Writer("p", "i"),), 0.0, "cancelled"))
     check(table)
 
     assert pages_left(table)["state"] == (3, 0)
-    table.end_quarantine(lease, "settled")
+    table.ends.end_quarantine(lease, "settled")
     check(table)
     assert pages_left(table)["state"] == (4, 0)
 
@@ -242,8 +242,8 @@ def test_a_slide_and_an_extension_leave_a_state_as_it_is(table):
     lease = opened(table, claim(tokens((1, 16))))
     before = row(table, lease, "state")
 
-    assert table.slide(lease, 16) is None
-    assert table.extend(lease, 40) is None
+    assert table.grants.slide(lease, 16) is None
+    assert table.grants.extend(lease, 40) is None
 
     assert row(table, lease, "state") == before
     check(table)

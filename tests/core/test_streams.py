@@ -36,7 +36,7 @@ def left_behind(**more: object) -> World:
     silence(world)
     world.restart(world.p)
     world.pass_time(3.0)
-    assert world.d.node.decoder.parts == {}
+    assert world.d.node.decoder.open.parts == {}
     return world
 
 
@@ -120,7 +120,7 @@ def test_who_forgets_a_peer_remembers_that_bytes_were_in_doubt(cut_s, twice):
     world.pass_time(1.0)
 
     assert is_forgotten == (cut_s > world.p.node.settings.forget_s)
-    assert world.d.node.decoder.parts == {}, "it was asked, and has answered"
+    assert world.d.node.decoder.open.parts == {}, "it was asked, and has answered"
     assert kept == PageTotals(free=63 - OWN, quarantined=OWN)
     assert totals(world.d) == PageTotals(free=63)
 
@@ -372,5 +372,5 @@ def test_the_pages_of_a_draining_part_are_not_asked_about_before_it_is_over():
     sender.advance(96)
     world.d.call(client.CancelReceive, receive=1)
 
-    assert world.d.node.decoder.parts[1].state is Decode.DRAINING
+    assert world.d.node.decoder.open.parts[1].state is Decode.DRAINING
     assert world.d.inflow.questions == []

@@ -373,7 +373,7 @@ def test_an_offer_counts_what_was_promoted_before_it_goes_out():
     receiving = d.answer(receive)
 
     assert (receiving.prefix_tokens, receiving.promoted_tokens) == (128, 128)
-    (part,) = d.node.decoder.parts.values()
+    (part,) = d.node.decoder.open.parts.values()
     assert part.unanswered is None or part.unanswered.decode_prefix_len == 128
 
 

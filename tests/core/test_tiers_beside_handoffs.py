@@ -52,7 +52,7 @@ def test_what_is_written_makes_way_while_bytes_move_and_goes_on_at_the_next_tick
     world.pass_time(0.2)
     assert d.shares == [SHARE], "told once"
     world.land_posts()
-    assert not d.node.decoder.parts
+    assert not d.node.decoder.open.parts
     assert d.shares == [SHARE], "the next handoff may follow at once"
     world.pass_time(0.1)
 
@@ -93,7 +93,7 @@ def test_a_receive_whose_writer_computes_is_made_way_for_only_behind_its_word():
     assert d.shares == [SHARE], "it has said that it begins"
 
     world.pass_time(MOVING_S + 0.2)
-    assert d.node.decoder.parts
+    assert d.node.decoder.open.parts
     assert d.shares == [SHARE, 1.0], "and computes"
     sender.advance(64)
     world.land_posts()

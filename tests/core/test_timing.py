@@ -52,7 +52,7 @@ def test_an_offer_is_repeated_with_growing_pauses_until_it_is_settled():
 
     send = sending(world, 7)
     world.pass_time(1.0)
-    assert world.d.node.decoder.parts[1].state is Decode.RECEIVING
+    assert world.d.node.decoder.open.parts[1].state is Decode.RECEIVING
     assert len(sent(world, world.d, 3.0, Offer)) == 3, "a Settled may be lost while receiving"
 
     world.p.call(client.Finish, send=send, aux=b"x")
@@ -67,10 +67,10 @@ def test_abort_is_repeated_until_settled():
     world.lost = set()
 
     assert sent(world, world.d, 2.5, Abort) == [0.25, 0.75, 1.75]
-    assert world.d.node.decoder.parts[1].state is Decode.DRAINING
+    assert world.d.node.decoder.open.parts[1].state is Decode.DRAINING
 
     world.pass_time(1.1)
-    assert world.d.node.decoder.parts == {}
+    assert world.d.node.decoder.open.parts == {}
     assert world.d.node.leases.leases == {}
 
 
@@ -208,7 +208,7 @@ def test_the_drain_deadline_destroys_the_sending_agent_so_that_the_pages_come_ba
     world.p.call(client.AbortSend, send=send, reason="failed")
     (part,) = world.p.node.prefiller.rooms.by_room.values()
     assert (part.state, len(part.outstanding)) == (Prefill.DRAINING, 1)
-    assert world.d.node.decoder.parts[1].state is Decode.RECEIVING
+    assert world.d.node.decoder.open.parts[1].state is Decode.RECEIVING
 
     world.pass_time(1.9)
     assert world.p.node.peers.by_name["d"].agent is Agent.LOADED
@@ -237,11 +237,11 @@ def test_a_silent_peer_is_suspect_then_lost_within_three_seconds():
     assert peer.life is Life.UP
     world.pass_time(0.7)
     assert peer.life is Life.SUSPECT
-    assert world.d.node.decoder.parts[1].state is Decode.RECEIVING
+    assert world.d.node.decoder.open.parts[1].state is Decode.RECEIVING
     world.pass_time(1.4)
 
     assert peer.life is Life.LOST
-    assert world.d.node.decoder.parts[1].state is Decode.DRAINING
+    assert world.d.node.decoder.open.parts[1].state is Decode.DRAINING
     failed = world.d.take()[-1]
     assert isinstance(failed, client.ReceiveFailed)
     assert failed.refusal.code is Code.PEER_LOST
@@ -278,12 +278,12 @@ def test_a_receive_that_waits_for_a_lost_peer_goes_on_when_it_is_heard_again():
     world.cut = {"p"}
     world.pass_time(4)
     world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
-    assert world.d.node.decoder.parts[1].state is Decode.QUEUED
+    assert world.d.node.decoder.open.parts[1].state is Decode.QUEUED
     world.cut = set()
 
     world.inject(world.d, Ping(world.p.incarnation, world.d.incarnation, 99, 0, 0, 0))
 
-    assert world.d.node.decoder.parts[1].state is Decode.OFFERED
+    assert world.d.node.decoder.open.parts[1].state is Decode.OFFERED
 
 
 def test_an_outcome_is_kept_until_the_prefill_side_has_heard_it():
@@ -346,8 +346,8 @@ def test_what_is_remembered_is_bounded_after_many_handoffs():
         assert node.prefiller.settled_sends.settled == {}
         assert node.prefiller.rooms.by_room == {}
         assert node.prefiller.posts.parts == {}
-        assert node.decoder.parts == {}
-        assert node.decoder.ready == {}
+        assert node.decoder.open.parts == {}
+        assert node.decoder.open.ready == {}
         assert node.leases.leases == {}
 
 
@@ -369,7 +369,7 @@ def test_a_repeated_settled_is_answered_and_changes_nothing():
         == [Closed(world.d.incarnation, world.p.incarnation, 1, ReceiveOutcome.COMMITTED)] * 3
     )
     assert world.d.node.leases.pool.free_pages == free
-    assert list(world.d.node.decoder.ready) == [1]
+    assert list(world.d.node.decoder.open.ready) == [1]
 
 
 def test_an_abort_of_an_unknown_handoff_is_settled_and_the_room_keeps_waiting():

@@ -53,7 +53,7 @@ def test_the_last_copy_of_its_prompt_finishes_it():
     for first, end in ((0, 3), (3, 6)):
         saved(engine, first, end)
         assert received(world) == []
-    (part,) = world.d.node.decoder.parts.values()
+    (part,) = world.d.node.decoder.open.parts.values()
     assert part.moved_bytes == 6 * part.total_bytes // 7
 
     saved(engine, 6, 7)
@@ -112,7 +112,7 @@ def test_what_was_cached_at_its_start_leaves_at_once():
 
     engine, _ = opened(world)
 
-    (part,) = world.d.node.decoder.parts.values()
+    (part,) = world.d.node.decoder.open.parts.values()
     assert part.moved_bytes == 6 * part.total_bytes // 7
     saved(engine, 6, 7)
     (got,) = received(world)

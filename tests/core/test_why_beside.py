@@ -83,7 +83,7 @@ def test_a_cached_window_page_names_its_node_and_who_needs_it(engine):
 def test_a_window_page_in_quarantine_says_whose_it_was_and_why(engine):
     lease, _ = leases(engine.node)
     page = first(windows(engine.node).own_pages(lease))
-    engine.node.leases.quarantine(
+    engine.node.leases.ends.quarantine(
         lease, Quarantine((Writer("p", "i"),), 1.0, "its peer fell silent")
     )
 

@@ -115,7 +115,7 @@ def test_a_window_of_192_tokens_is_not_admitted_into_128_and_neither_pool_is_tou
     cached(table, tokens((1, 64)))
     before = pages_left(table), live(table), table.tree.probe(tokens((1, 200)), "")
 
-    found = table.open_lease(arrival(table, tokens((500, 193)), reserve=63))
+    found = table.grants.open_lease(arrival(table, tokens((500, 193)), reserve=63))
 
     assert found == Shortage(3, 2, "swa")
     check(table)
@@ -127,7 +127,7 @@ def test_a_shortage_of_pages_touches_no_window_pool():
     cached(table, tokens((1, 64)))
     before = pages_left(table), live(table)
 
-    found = table.open_lease(arrival(table, tokens((500, 192))))
+    found = table.grants.open_lease(arrival(table, tokens((500, 192))))
 
     assert found == Shortage(3, 2, "kv")
     check(table)
@@ -140,7 +140,7 @@ def test_pages_that_a_prefix_locks_cannot_be_had_for_its_windows():
     opened(table, claim(tokens((700, 8))))
 
     # 2 of 4 evictable window pages are the window behind the prefix.
-    found = table.open_lease(claim(tokens((1, 16), (900, 12))))
+    found = table.grants.open_lease(claim(tokens((1, 16), (900, 12))))
 
     assert found == Shortage(3, 2, "swa")
     check(table)
@@ -159,7 +159,9 @@ def test_a_window_pool_of_18432_tokens_admits_a_prompt_of_20000_that_is_received
 def test_with_pages_of_one_token_the_window_pool_must_hold_the_whole_prompt():
     table = table_of(1, 20_001, window=128, swa=18_432)
 
-    assert table.open_lease(arrival(table, tokens((1, 20_000)))) == Shortage(20_000, 18_432, "swa")
+    assert table.grants.open_lease(arrival(table, tokens((1, 20_000)))) == Shortage(
+        20_000, 18_432, "swa"
+    )
 
 
 def test_with_pages_of_one_token_a_prefix_has_all_its_windows_or_is_none():
@@ -184,7 +186,7 @@ def test_the_null_page_is_no_window_page(table):
     lease = opened(table, claim(tokens((1, 20 * PAGE))))
 
     assert sorted(row(table, lease)) == list(range(1, 21))
-    assert table.open_lease(claim(tokens((900, 1)))) == Shortage(1, 0, "swa")
+    assert table.grants.open_lease(claim(tokens((900, 1)))) == Shortage(1, 0, "swa")
 
 
 # ---- the match of who computes -------------------------------------------------------------------
@@ -275,7 +277,7 @@ def test_a_split_inside_a_locked_window_keeps_both_halves_locked(table):
     assert second.prefix_tokens == 28
     assert live(table) == [(0, 20, 0), (20, 24, 1), (24, 28, 2), (28, 32, 1)]
     for lease in (first, second):
-        table.release(lease, "engine", "normal")
+        table.holders.release(lease, "engine", "normal")
         check(table)
     assert {locks for _, _, locks in live(table)} == {0}
 
@@ -286,7 +288,7 @@ def test_a_split_inside_a_locked_window_keeps_both_halves_locked(table):
 def test_a_slide_gives_back_what_is_behind_the_window(table):
     lease = opened(table, claim(tokens((1, 40))))
 
-    assert table.slide(lease, 40) is None
+    assert table.grants.slide(lease, 40) is None
 
     # 40 - 1 - 8 is token 31: page 7 is the first that is still looked at.
     assert mapped(table, lease) == (7, 10)
@@ -296,11 +298,11 @@ def test_a_slide_gives_back_what_is_behind_the_window(table):
 
 def test_a_slide_to_the_same_token_gives_nothing_back(table):
     lease = opened(table, claim(tokens((1, 40))))
-    table.slide(lease, 40)
+    table.grants.slide(lease, 40)
     before = pages_left(table), row(table, lease)
 
-    table.slide(lease, 40)
-    table.slide(lease, 12)
+    table.grants.slide(lease, 40)
+    table.grants.slide(lease, 12)
 
     assert (pages_left(table), row(table, lease)) == before
 
@@ -310,7 +312,7 @@ def test_a_slide_to_token_1000_with_a_window_of_100(cache, start):
     table = table_of(64, 20, window=100, swa=20)
     lease = opened(table, claim(tokens((1, 1000)), cache=cache))
 
-    table.slide(lease, 1000)
+    table.grants.slide(lease, 1000)
 
     assert mapped(table, lease) == (start // 64, 16)
 
@@ -320,7 +322,7 @@ def test_pages_that_a_send_still_needs_are_not_slid_past(table):
     lease.sends = LeaseSends()
     lease.sends.window_from = 16
 
-    table.slide(lease, 40)
+    table.grants.slide(lease, 40)
 
     assert mapped(table, lease) == (4, 12)
 
@@ -330,14 +332,14 @@ def test_sliding_past_the_prefix_lets_go_of_its_window_and_not_of_its_pages(tabl
     lease = opened(table, claim(tokens((1, 24), (900, 24))))
     assert pages_left(table) == {"kv": (28, 0), "swa": (8, 4)}
 
-    table.slide(lease, 36)
+    table.grants.slide(lease, 36)
     check(table)
 
     assert live(table) == [(0, 16, 0), (16, 24, 0)]
     assert pages_left(table) == {"kv": (28, 0), "swa": (8, 6)}
     windows(table).make_room(14)
     check(table)
-    table.release(lease, "engine", "normal")
+    table.holders.release(lease, "engine", "normal")
     check(table)
     assert live(table) == []
     assert table.tree.probe(tokens((1, 24)), "") == 24
@@ -351,12 +353,12 @@ def test_a_slide_that_one_of_two_windows_refuses_moves_neither():
     spec = PoolSpec("main", "many", PageOrder.PAGE_FIRST, components, (41, 41, 41))
     table = LeaseTable(spec, Policy.LRU, Outbox())
     lease = opened(table, claim(tokens((0, 64)), step=8))
-    table.hold_for_send(lease, "send 1", 64)
+    table.holders.hold_for_send(lease, "send 1", 64)
     for upto in range(8, 41, 8):
-        assert table.slide(lease, upto) is None
+        assert table.grants.slide(lease, upto) is None
     before = row(table, lease, "wide"), row(table, lease)
 
-    refusal = table.slide(lease, 48)
+    refusal = table.grants.slide(lease, 48)
 
     assert isinstance(refusal, Refusal)
     assert "it has 5 pages of swa" in refusal.message
@@ -369,7 +371,7 @@ def test_a_slide_that_ends_inside_the_prefixs_window_keeps_all_of_it_locked(tabl
     cached(table, tokens((1, 24)))
     lease = opened(table, claim(tokens((1, 24), (900, 24))))
 
-    table.slide(lease, 31)
+    table.grants.slide(lease, 31)
 
     assert mapped(table, lease) == (5, 12)
     assert live(table) == [(0, 16, 0), (16, 24, 1)]
@@ -383,7 +385,7 @@ def test_a_lease_of_steps_turns_the_same_pages_along_the_sequence():
     seen = [mapped(table, lease)]
 
     for upto in range(8, 160, 8):
-        assert table.slide(lease, upto) is None
+        assert table.grants.slide(lease, upto) is None
         check(table)
         seen.append(mapped(table, lease))
 
@@ -394,11 +396,11 @@ def test_a_lease_of_steps_turns_the_same_pages_along_the_sequence():
 def test_a_lease_of_steps_gives_pages_back_when_nothing_is_left_to_be_mapped():
     table = table_of(PAGE, 40, window=WINDOW, swa=5)
     lease = opened(table, claim(tokens((1, 24)), step=8))
-    table.slide(lease, 8)
-    table.slide(lease, 16)
+    table.grants.slide(lease, 8)
+    table.grants.slide(lease, 16)
     assert (mapped(table, lease), pages_left(table)["swa"]) == ((1, 6), (0, 0))
 
-    table.slide(lease, 24)
+    table.grants.slide(lease, 24)
 
     assert (mapped(table, lease), pages_left(table)["swa"]) == ((3, 6), (2, 0))
     check(table)
@@ -407,10 +409,10 @@ def test_a_lease_of_steps_gives_pages_back_when_nothing_is_left_to_be_mapped():
 def test_a_step_longer_than_promised_is_refused_and_changes_nothing():
     table = table_of(PAGE, 40, window=WINDOW, swa=9)
     lease = opened(table, claim(tokens((1, 160)), step=8))
-    table.slide(lease, 8)
+    table.grants.slide(lease, 8)
     before = row(table, lease), pages_left(table)
 
-    refusal = table.slide(lease, 60)
+    refusal = table.grants.slide(lease, 60)
 
     assert isinstance(refusal, Refusal)
     assert (refusal.code.value, refusal.numbers) == ("wrong-state", {"upto_tokens": 60, "pages": 5})
@@ -422,14 +424,14 @@ def test_a_receive_of_steps_has_the_prompts_tail_and_one_step_of_what_follows(ta
     lease = opened(table, arrival(table, tokens((1, 40)), reserve=40, step=4))
 
     assert mapped(table, lease) == (7, 11)
-    assert table.slide(lease, 44) is None
+    assert table.grants.slide(lease, 44) is None
     assert mapped(table, lease) == (8, 12)
 
 
 def test_an_extension_takes_window_pages_for_what_is_added(table):
     lease = opened(table, claim(tokens((1, 16))))
 
-    assert table.extend(lease, 8) is None
+    assert table.grants.extend(lease, 8) is None
 
     assert mapped(table, lease) == (0, 6)
     check(table)
@@ -439,7 +441,7 @@ def test_an_extension_of_a_lease_of_steps_takes_no_more_than_ever_turns():
     table = table_of(PAGE, 40, window=WINDOW, swa=5)
     lease = opened(table, claim(tokens((1, 16)), step=8))
 
-    assert table.extend(lease, 80) is None
+    assert table.grants.extend(lease, 80) is None
 
     assert pages_left(table)["swa"] == (0, 0)
     assert mapped(table, lease) == (0, 2)
@@ -451,7 +453,7 @@ def test_an_extension_without_window_pages_changes_nothing():
     lease = opened(table, claim(tokens((1, 16))))
     before = row(table, lease), pages_left(table), lease.page_table
 
-    assert table.extend(lease, 8) == Shortage(2, 1, "swa")
+    assert table.grants.extend(lease, 8) == Shortage(2, 1, "swa")
 
     assert (row(table, lease), pages_left(table), lease.page_table) == before
     assert lease.room_tokens == 16
@@ -472,7 +474,7 @@ def test_windows_of_committed_tokens_join_the_tree_when_the_lease_ends(table):
 def test_a_release_without_a_commit_caches_no_window(table):
     lease = opened(table, claim(tokens((1, 22))))
 
-    table.release(lease, "engine", "normal")
+    table.holders.release(lease, "engine", "normal")
     check(table)
 
     assert pages_left(table) == {"kv": (40, 0), "swa": (20, 0)}
@@ -480,10 +482,10 @@ def test_a_release_without_a_commit_caches_no_window(table):
 
 def test_what_a_commit_cached_keeps_its_windows_after_a_plain_release(table):
     lease = opened(table, claim(tokens((1, 22)), reserve=20))
-    table.commit(lease, NO_TOKENS)
-    table.commit(lease, tokens((600, 1)))
+    table.commits.commit(lease, NO_TOKENS)
+    table.commits.commit(lease, tokens((600, 1)))
 
-    table.release(lease, "engine", "normal")
+    table.holders.release(lease, "engine", "normal")
     check(table)
 
     assert live(table) == [(0, 20, 0)]
@@ -497,7 +499,7 @@ def test_a_lease_that_caches_nothing_gives_no_window_to_the_tree(table):
 
 def test_a_slid_lease_leaves_a_tombstone_before_its_window(table):
     lease = opened(table, claim(tokens((1, 40))))
-    table.slide(lease, 40)
+    table.grants.slide(lease, 40)
 
     finish(table, lease)
 
@@ -533,7 +535,7 @@ def test_a_tombstone_comes_to_life_when_its_tokens_are_computed_again(table, is_
     assert live(table) == [(0, 20, 0), (20, 24, 0)]
     assert opened(table, claim(tokens((1, 24), (900, 4)))).prefix_tokens == 24
     if other is not None:
-        table.release(other, "arrival", "normal")
+        table.holders.release(other, "arrival", "normal")
         check(table)
 
 
@@ -563,20 +565,20 @@ def test_half_a_node_comes_to_life_where_only_its_end_was_computed(table):
 def test_room_for_windows_is_made_by_dropping_windows_and_no_token(table):
     cached(table, tokens((1, 40)))
     cached(table, tokens((500, 40)))
-    table._out.drain()
+    table.out.drain()
 
     opened(table, claim(tokens((900, 12))))
 
     assert live(table) == [(0, 40, 0)]
     assert table.tree.probe(tokens((1, 40)), "") == 40
-    told = [event for event in table._out.drain().events if isinstance(event, events.Evicted)]
+    told = [event for event in table.out.drain().events if isinstance(event, events.Evicted)]
     assert [(one.component, one.pages, one.reason) for one in told] == [("swa", 10, "room")]
 
 
 def test_the_windows_used_longest_ago_go_first(table):
     for first in (1, 500):
         cached(table, tokens((first, 40)))
-    table.release(opened(table, claim(tokens((1, 40), (900, 4)))), "engine", "normal")
+    table.holders.release(opened(table, claim(tokens((1, 40), (900, 4)))), "engine", "normal")
 
     windows(table).make_room(2)
     check(table)
@@ -598,7 +600,7 @@ def test_a_locked_window_is_not_dropped(table):
 def test_tokens_that_leave_the_tree_take_their_windows_with_them(table):
     cached(table, tokens((1, 40)))
 
-    table.evict(10, "operator")
+    table.evictor.evict(10, "operator")
     check(table)
 
     assert pages_left(table) == {"kv": (40, 0), "swa": (20, 0)}
@@ -608,7 +610,7 @@ def test_a_flush_leaves_the_windows_of_what_is_locked(table):
     cached(table, tokens((1, 40)))
     opened(table, claim(tokens((1, 16), (900, 4))))
 
-    table.flush()
+    table.evictor.flush()
     check(table)
 
     assert live(table) == [(0, 8, 0), (8, 16, 1)]
@@ -621,13 +623,13 @@ def test_windows_that_a_remote_may_still_write_are_kept_from_everybody(table):
     cached(table, tokens((1, 24)))
     lease = opened(table, arrival(table, tokens((1, 24), (900, 36))))
 
-    table.quarantine(lease, Quarantine((Writer("p", "i"),), 0.0, "cancelled"))
+    table.ends.quarantine(lease, Quarantine((Writer("p", "i"),), 0.0, "cancelled"))
     check(table)
 
     assert count(windows(table).own_pages(lease)) == 3
     assert pages_left(table) == {"kv": (25, 6), "swa": (11, 6)}
     assert table.components.page_tables(lease) == (b"",)
 
-    table.end_quarantine(lease, "settled")
+    table.ends.end_quarantine(lease, "settled")
     check(table)
     assert pages_left(table) == {"kv": (34, 6), "swa": (14, 6)}

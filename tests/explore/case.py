@@ -277,8 +277,8 @@ def check_nothing_is_left(side: Side) -> None:
     node = side.node
     left = {
         "leases": list(node.leases.leases.values()),
-        "receives": list(node.decoder.parts),
-        "attempts": list(node.decoder.attempts),
+        "receives": list(node.decoder.open.parts),
+        "attempts": list(node.decoder.open.attempts),
         "rooms": [part.state.value for part in node.prefiller.rooms.by_room.values()],
         "settled": [part.outcome.value for part in node.prefiller.settled_sends.settled.values()],
         "posts": list(node.prefiller.posts.parts),
@@ -345,7 +345,7 @@ def _faults(case: Case) -> Iterator[Choice]:
         if side.flights:
             yield Choice(f"post of {name} fails", _on(name, _fail), is_fault=True)
     d, p = case.world.d.node, case.world.p.node
-    if any(one.ended is None for one in d.decoder.attempts.values()):
+    if any(one.ended is None for one in d.decoder.open.attempts.values()):
         yield Choice("receive cancelled", _cancel, is_fault=True)
         yield Choice("deadline at d", _deadline_d, is_fault=True)
     if p.prefiller.by_send:
@@ -466,7 +466,7 @@ def _die(case: Case, name: str) -> None:
 
 def _cancel(case: Case) -> None:
     d = case.world.d
-    attempt = next(one for one in d.node.decoder.attempts.values() if one.ended is None)
+    attempt = next(one for one in d.node.decoder.open.attempts.values() if one.ended is None)
     refusing = client.CancelReceive
     if attempt.waiter is None:
         d.call(refusing, receive=attempt.id)
@@ -484,7 +484,7 @@ def _deadline_d(case: Case) -> None:
     """As if it had been asked for a shorter time."""
     d = case.world.d
     # One that stood in the queue is refused as it is asked anew, and is gone.
-    for attempt in list(d.node.decoder.attempts.values()):
+    for attempt in list(d.node.decoder.open.attempts.values()):
         attempt.deadline_s = case.world.now_s
         if attempt.waiter is not None:
             d.node.admission.withdraw(attempt.waiter)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
-from kvd.core.cache.lease import ARRIVAL
 from kvd.core.engines.engines import Engines
 from kvd.core.handoff import offered as prefill
 from kvd.core.handoff.offered import OfferReader
@@ -17,7 +16,7 @@ from kvd.core.handoff.protocol import Decode
 from kvd.core.handoff.receive import Decoder
 from kvd.core.handoff.send import Prefiller
 from kvd.core.handoff.settled import SettledSends
-from kvd.core.leases.lease_table import LeaseTable
+from kvd.core.leases.lease_ends import LeaseEnds
 from kvd.wire.attach import CopyBegins
 from tests.explore.search import Violated, explore, walks
 
@@ -29,9 +28,7 @@ if TYPE_CHECKING:
 
 def frees_when_giving_up(patch: pytest.MonkeyPatch) -> None:
     """The pages of an attempt that is given up are free at once: no quarantine."""
-    patch.setattr(
-        LeaseTable, "quarantine", lambda self, lease, _: self.release(lease, ARRIVAL, "given up")
-    )
+    patch.setattr(LeaseEnds, "quarantine", lambda self, lease, _: self.end_lease(lease, "given up"))
 
 
 def never_repeats_settled(patch: pytest.MonkeyPatch) -> None:
@@ -100,7 +97,7 @@ def lets_go_when_finished(patch: pytest.MonkeyPatch) -> None:
     def early(self, part):
         engine, finished = part.engine, finish(self, part)
         if part.engine is engine:
-            self._leases.release(engine.lease, f"send {part.id}", "early")
+            self._leases.holders.release(engine.lease, f"send {part.id}", "early")
         return finished
 
     patch.setattr(Prefiller, "streaming_to_flushing", early)

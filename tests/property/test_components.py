@@ -160,7 +160,7 @@ class Storm:
         }
         is_sent = rng.random() < 0.35
         asked = arrival(self.table, toks, **more) if is_sent else claim(toks, **more)
-        lease = self.table.open_lease(asked)
+        lease = self.table.grants.open_lease(asked)
         if isinstance(lease, Shortage):
             done[f"short of {lease.budget}"] += 1
             return
@@ -179,7 +179,7 @@ class Storm:
         while one.computed < end:
             upto = min(end, one.computed + one.step) if one.step else end
             if one.step or rng.random() < 0.3:
-                refusal = self.table.slide(lease, one.computed)
+                refusal = self.table.grants.slide(lease, one.computed)
                 assert refusal is None, refusal
                 done["slide"] += 1
             self.write(one, upto)
@@ -218,7 +218,7 @@ class Storm:
         new = self.new_tokens(one)
         if new is None:
             return False
-        assert isinstance(self.table.commit(one.lease, new), int)
+        assert isinstance(self.table.commits.commit(one.lease, new), int)
         done["commit"] += 1
         return True
 
@@ -228,7 +228,7 @@ class Storm:
             promise = one.lease.promise
             upto = promise.upto_tokens if promise is not None and promise.pages else 0
             is_sure = one.lease.room_tokens + n_tokens <= upto
-            short = self.table.extend(one.lease, n_tokens)
+            short = self.table.grants.extend(one.lease, n_tokens)
             assert not is_sure or short is None, short
             done["extend" if short is None else "extend refused"] += 1
             done["extend by what was promised"] += is_sure and n_tokens > 0
@@ -240,7 +240,7 @@ class Storm:
             is_committed = self.rng.random() < 0.7 and self.commit(one)
         if is_committed:
             one.lease.is_whole = True
-        self.table.release(one.lease, next(iter(one.lease.holders)), "normal")
+        self.table.holders.release(one.lease, next(iter(one.lease.holders)), "normal")
         if one.lease.id not in self.table.leases:
             self.owners.remove(one)
         done["release"] += 1
@@ -261,18 +261,18 @@ class Storm:
             self.memory["state"][state[1]] = self.at(one.text, n_tokens)
         one.computed = n_tokens
         one.is_arriving = False
-        assert isinstance(table.commit(lease, Tokens(b"")), int)
-        table.hand_over(lease, "lease")
+        assert isinstance(table.commits.commit(lease, Tokens(b"")), int)
+        table.holders.hand_over(lease, "lease")
         done["arrive"] += 1
 
     def abort(self, one: Owner) -> None:
-        self.table.quarantine(one.lease, Quarantine((Writer("p", "i"),), 0.0, "cancelled"))
+        self.table.ends.quarantine(one.lease, Quarantine((Writer("p", "i"),), 0.0, "cancelled"))
         done["quarantine"] += 1
 
     def late(self, one: Owner) -> None:
         """A remote writes once more, or is over."""
         if self.rng.random() < 0.5:
-            self.table.end_quarantine(one.lease, "settled")
+            self.table.ends.end_quarantine(one.lease, "settled")
             self.owners.remove(one)
             return
         owned = [("kv", one.lease.page_table)]
@@ -290,17 +290,17 @@ class Storm:
         new = self.new_tokens(one)
         if new is None:
             return
-        tokens, area = Tokens(one.lease.tokens + new), self.table.saved
+        tokens, retracted = Tokens(one.lease.tokens + new), self.table.retracted
         if self.rng.random() < 0.2:
-            area.leave(one.lease, tokens)
+            retracted.leave(one.lease, tokens)
             done["retract, nothing kept"] += 1
             return
-        found = area.begin_save(one.lease, tokens)
+        found = retracted.begin_save(one.lease, tokens)
         if found is not None:
             assert isinstance(found, Shortage), found
             done[f"short of saved {found.budget}"] += 1
             return
-        self.order(one, area.to_save(one.lease))
+        self.order(one, self.table.saved.to_save(one.lease))
         done["save"] += 1
 
     def order(self, one: Owner, moved: list[SavedMove]) -> None:
@@ -316,14 +316,14 @@ class Storm:
 
     def copy(self, one: Owner) -> None:
         """The next copy is over; or the transfer process is, with all of them."""
-        area, is_out = self.table.saved, one.lease.state is LeaseStage.SAVING
+        retracted, is_out = self.table.retracted, one.lease.state is LeaseStage.SAVING
         if self.rng.random() < 0.1:
             one.copies.clear()
             if is_out:
-                area.cut_save(one.lease)
+                retracted.cut_save(one.lease)
                 done["save cut"] += 1
             else:
-                area.undo_restore(one.lease)
+                retracted.undo_restore(one.lease)
                 done["restore undone"] += 1
             self.gone(one)
             return
@@ -337,10 +337,10 @@ class Storm:
             assert [slots.get(slot) for _, slot in ids] == slots_held
             pages.update({page: slots.get(slot) for page, slot in ids})
         if not one.copies and is_out:
-            area.end_save(one.lease)
+            retracted.end_save(one.lease)
             done["saved"] += 1
         elif not one.copies:
-            area.end_restore(one.lease)
+            retracted.end_restore(one.lease)
             done["restored"] += 1
         self.gone(one)
 
@@ -358,32 +358,32 @@ class Storm:
             match_tokens=None if lease.cache else lease.prefix_tokens,
             fresh_tokens=fresh, step_tokens=lease.step_tokens,
         )  # fmt: skip
-        table.saved.turn(lease, LeaseTransition.RESUME)
-        if isinstance(table.open_lease(asked), Shortage):
-            table.saved.turn(lease, LeaseTransition.GIVEN_UP)
+        table.retracted.turn(lease, LeaseTransition.RESUME)
+        if isinstance(table.grants.open_lease(asked), Shortage):
+            table.retracted.turn(lease, LeaseTransition.GIVEN_UP)
             done["resume refused"] += 1
             return
         one.computed = n_tokens if lease.saved is not None else lease.prefix_tokens
         moved = table.saved.to_restore(lease)
         assert not isinstance(moved, Refusal), moved
         if moved:
-            table.saved.begin_restore(lease)
+            table.retracted.begin_restore(lease)
             self.order(one, moved)
             done["restore"] += 1
         else:
-            table.saved.complete(lease)
+            table.retracted.complete(lease)
             done["resume, nothing to restore"] += 1
 
     # ---- all of it ---------------------------------------------------------------------------
 
     def step(self) -> None:
-        self.table._out.drain()
+        self.table.out.drain()
         rng = self.rng
         dice = rng.random()
         if dice < 0.02:
-            self.table.flush()
+            self.table.evictor.flush()
         elif dice < 0.06:
-            self.table.evict(rng.randint(1, 10), "operator")
+            self.table.evictor.evict(rng.randint(1, 10), "operator")
         elif dice < 0.08:
             keeper = rng.choice(self.table.components.each)
             if keeper.evictable_pages:
@@ -421,7 +421,7 @@ class Storm:
         while self.owners:
             one = self.owners[0]
             if one.lease.quarantine is not None:
-                self.table.end_quarantine(one.lease, "settled")
+                self.table.ends.end_quarantine(one.lease, "settled")
                 self.owners.remove(one)
             elif one.copies:
                 self.copy(one)
@@ -432,7 +432,7 @@ class Storm:
         self.look()
         for keeper in self.table.components.each:
             assert keeper.pool.free_pages + keeper.evictable_pages == keeper.pool.total_pages - 1
-        self.table.flush()
+        self.table.evictor.flush()
         assert self.table.pool.free_pages == self.table.capacity_pages
         assert all(
             one.pool.free_pages == one.pool.total_pages - 1 for one in self.table.components.each

@@ -154,6 +154,6 @@ def test_nobody_gets_the_kv_of_others_and_nothing_is_left(seed):
 
     for side in walk.world.sides.values():
         assert faults(side.node) == []
-        assert side.node.leases.leases == side.node.leases.giving_way == {}
+        assert side.node.leases.leases == side.node.leases.giving_way.leases == {}
     assert walk.world.p.node.prefiller.rooms.by_room == {}
     assert not walk.world.p.node.pull_source.open_pulls()

@@ -41,7 +41,7 @@ happened: Counter[str] = Counter()
 def drawn_verb(storm: Storm, side: Side) -> Verb:
     """One verb; a room is one that is open, if any is."""
     rng, node = storm.rng, side.node
-    receives = {part.room for part in node.decoder.parts.values()}
+    receives = {part.room for part in node.decoder.open.parts.values()}
     rooms = sorted(receives | {*node.prefiller.rooms.by_room})
     draining = any(one.quarantine is not None for one in node.leases.leases.values())
     if rng.random() < (0.6 if draining else 0.1):

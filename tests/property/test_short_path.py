@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from kvd.core.cache.eviction import Policy
 from kvd.core.inputs import ClientHungUp, ClientJoined, FromClient, Tick
-from kvd.core.leases.lease_table import LeaseTable
+from kvd.core.leases.grants import Grants
+from kvd.core.leases.holders import Holders
 from kvd.core.node import NodeState
 from kvd.core.replay.freeze import freeze
 from kvd.types import Tokens, pack_ids
@@ -35,14 +36,14 @@ class Pair:
         self.short, self.general = NodeState(of_settings, at_s), NodeState(of_settings, at_s)
 
     def step(self, happened):
-        self.general.leases._is_short = False
+        self.general.leases.has_short_path = False
         short, general = self.short.step(happened), self.general.step(happened)
         assert short.effects == general.effects, happened
         assert short.events == general.events, happened
         return short
 
     def compare(self):
-        self.general.leases._is_short = self.short.leases._is_short
+        self.general.leases.has_short_path = self.short.leases.has_short_path
         assert freeze(self.short) == freeze(self.general)
 
 
@@ -50,19 +51,19 @@ class Pair:
 def taken(monkeypatch):
     """How often a lease was opened and ended on the short path."""
     counts = {"opened": 0, "ended": 0}
-    opens, ends = LeaseTable.open_lease, LeaseTable.commit_and_release
+    opens, ends = Grants.open_lease, Holders.commit_and_release
 
-    def opened(table, claim):
-        counts["opened"] += table._is_short
-        return opens(table, claim)
+    def opened(grants, claim):
+        counts["opened"] += grants._leased.has_short_path
+        return opens(grants, claim)
 
-    def ended(table, lease, new_tokens):
-        is_done = ends(table, lease, new_tokens)
+    def ended(holders, lease, new_tokens):
+        is_done = ends(holders, lease, new_tokens)
         counts["ended"] += is_done
         return is_done
 
-    monkeypatch.setattr(LeaseTable, "open_lease", opened)
-    monkeypatch.setattr(LeaseTable, "commit_and_release", ended)
+    monkeypatch.setattr(Grants, "open_lease", opened)
+    monkeypatch.setattr(Holders, "commit_and_release", ended)
     return counts
 
 

@@ -125,7 +125,7 @@ class Weather:
         self.world.pass_time(self.rng.choice((0.1, 0.3, 1.0)))
 
     def cancel(self) -> None:
-        open_ones = list(self.world.d.node.decoder.attempts)
+        open_ones = list(self.world.d.node.decoder.open.attempts)
         if open_ones:
             number, session = self.rng.choice(open_ones), self.world.d.sessions
             self.world.d.call(client.CancelReceive, session=session, receive=number)
@@ -190,8 +190,8 @@ def test_receives_from_several_sources_are_whole_or_nothing_in_any_weather(first
             one.run(steps=110)
             one.calm()
             node = one.world.d.node
-            assert node.decoder.attempts == {}
-            assert node.decoder.parts == {}
+            assert node.decoder.open.attempts == {}
+            assert node.decoder.open.parts == {}
             free, held, cached, quarantined, evictable = totals(one.world.d)
             assert (held, quarantined) == (0, 0)
             assert (free + cached, evictable) == (PAGES - 1, cached)

@@ -19,21 +19,21 @@ from kvd.types import NO_PAGES
 def frees_a_quarantined_page(settings, at_s):
     """Giving up frees the pages at once, while the writer may still write them."""
     node = NodeState(settings, at_s)
-    quarantine = node.leases.quarantine
+    quarantine = node.leases.ends.quarantine
 
     def at_once(lease, why):
         quarantine(lease, why)
         node.leases.pool.return_pages(lease.page_table)
         lease.page_table = NO_PAGES
 
-    node.leases.quarantine = at_once
+    node.leases.ends.quarantine = at_once
     return node
 
 
 def drops_an_unlock(settings, at_s):
     """One unlock in twenty is forgotten."""
     node = NodeState(settings, at_s)
-    unlock = node.leases._unlock
+    unlock = node.leases.ends.unlock
     calls = 0
 
     def forgetful(lease):
@@ -44,7 +44,7 @@ def drops_an_unlock(settings, at_s):
         else:
             lease.anchor = None
 
-    node.leases._unlock = forgetful
+    node.leases.ends.unlock = forgetful
     return node
 
 
@@ -67,7 +67,7 @@ def trusts_a_host_that_is_not_quiet(settings, at_s):
     """Bytes in doubt are taken for landed."""
     node = NodeState(settings, at_s)
     quarantines = node.decoder.quarantines
-    quarantines._await_quiet = lambda lease, _: node.leases.end_quarantine(lease, "hasty")
+    quarantines._await_quiet = lambda lease, _: node.leases.ends.end_quarantine(lease, "hasty")
     return node
 
 
@@ -111,7 +111,7 @@ def frees_duplicates_under_a_post(settings, at_s):
         node.leases.pool.return_pages(duplicates)
         node.leases.releases += 1
 
-    node.leases._give_back = at_once
+    node.leases.commits.give_back = at_once
     return node
 
 
@@ -314,7 +314,7 @@ def ends_copies_at_a_hang_up(settings, at_s):
 def releases_pages_under_a_copy(settings, at_s):
     """The engine has let go, so nobody needs them."""
     node = NodeState(settings, at_s)
-    release = node.leases.release
+    release = node.leases.holders.release
 
     def at_once(lease, holder, cause):
         if holder == ENGINE:
@@ -322,7 +322,7 @@ def releases_pages_under_a_copy(settings, at_s):
         if lease.id in node.leases.leases:
             release(lease, holder, cause)
 
-    node.leases.release = at_once
+    node.leases.holders.release = at_once
     return node
 
 

@@ -183,7 +183,7 @@ def test_the_story_that_the_core_tells_is_read():
     prompt = tokens((1, 70))
     world.hold_posts = True
     world.d.call(client.ReceiveRequest, prompt, room=7, source=("p",))
-    [part] = world.d.node.decoder.parts.values()
+    [part] = world.d.node.decoder.open.parts.values()
     world.pass_time(0.5)
     end = HandoffEnd("d", "decode", part.state.value, part.history.marks(world.now_s))
 

@@ -207,7 +207,7 @@ def under_way(town: Town) -> None:
     given_up = town.prompt(12)
     room = town.receive(town.sides["prefill1"], given_up, 1)
     town.send(town.sides["prefill1"], given_up, room, 20 * PAGE)
-    [receive] = [part.id for part in d.node.decoder.parts.values() if part.room == room]
+    [receive] = [part.id for part in d.node.decoder.open.parts.values() if part.room == room]
     d.call(client.CancelReceive, session=1, receive=receive)
     land(town, "prefill1", 99)
     for at, landed in enumerate((0, 1, 3)):

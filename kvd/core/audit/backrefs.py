@@ -67,7 +67,7 @@ class Backrefs:
     def receives(self) -> dict[int, ReceivePart]:
         """By lease id, the part whose pages it holds until the writer is over."""
         if self._receives is None:
-            parts = self._node.decoder.parts.values()
+            parts = self._node.decoder.open.parts.values()
             self._receives = {part.lease.id: part for part in parts if part.lease is not None}
         return self._receives
 

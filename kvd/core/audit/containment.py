@@ -233,7 +233,7 @@ class Containment:
         for send in [send for send in sends if send.engine and send.engine.lease is lease]:
             node.prefiller.give_up_send(send, refusal)
         if ARRIVAL in lease.holders:
-            for attempt in list(node.decoder.attempts.values()):
+            for attempt in list(node.decoder.open.attempts.values()):
                 if attempt.lease is lease:
                     node.decoder.cancel_attempt(attempt, refusal)
         # Last: who is turned away lets others past, which are admitted in this call.
@@ -302,7 +302,7 @@ class Containment:
         return "counted again"
 
     def _count_quotas(self, _: Fault) -> str:
-        quotas = self._node.leases.quotas
+        quotas = self._node.leases.evictor.quotas
         if quotas is None:
             return TOLD
         quotas.count_again()
@@ -320,7 +320,7 @@ class Containment:
 
     def _fail_receive(self, fault: Fault) -> str:
         decoder = self._node.decoder
-        part = next((part for part in decoder.known() if part.id == fault.part), None)
+        part = next((part for part in decoder.open.known() if part.id == fault.part), None)
         if part is None or part.ended is not None or part.waiter is not None:
             return TOLD
         decoder.fail_attempt(part.attempt, self._failed(fault))

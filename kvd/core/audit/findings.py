@@ -185,7 +185,7 @@ class Findings:
         """The part that it is about, or that its lease belongs to."""
         decoder, prefiller = self._node.decoder, self._node.prefiller
         prefill = prefiller.known()
-        for receive in decoder.known():
+        for receive in decoder.open.known():
             if fault.side != "prefill" and _is_about(fault, receive.id, receive.lease):
                 return receive
         for send in prefill:

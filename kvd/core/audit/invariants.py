@@ -64,9 +64,9 @@ def faults(node: NodeView) -> list[Fault]:
         found += lock_faults(edge, refs)
     for lease in node.leases.leases.values():
         found += lease_faults(node, lease, refs)
-    for receive in decoder.parts.values():
+    for receive in decoder.open.parts.values():
         found += receive_faults(node, receive, refs)
-    for lease_id, attempt in decoder.ready.items():
+    for lease_id, attempt in decoder.open.ready.items():
         found += ready_faults(node.leases, lease_id, attempt)
     for send in prefiller.known():
         found += send_faults(node, send, refs)

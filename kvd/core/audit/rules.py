@@ -175,7 +175,7 @@ def promise_faults(table: LeaseTable) -> list[Fault]:
 
 def quota_faults(table: LeaseTable) -> list[Fault]:
     """I3: what is counted of the namespaces with quotas is what the tree has of them."""
-    if table.quotas is None:
+    if table.evictor.quotas is None:
         return []
     return [
         Fault(
@@ -184,7 +184,7 @@ def quota_faults(table: LeaseTable) -> list[Fault]:
             f"{counted} pages are counted of {'what has no quota' if name is None else repr(name)},"
             f" {there} are in the tree",
         )
-        for name, (counted, there) in table.quotas.counted().items()
+        for name, (counted, there) in table.evictor.quotas.counted().items()
         if counted != there
     ][:1]
 
@@ -564,7 +564,7 @@ def _missing_holders(lease: LeaseRecord, refs: Backrefs) -> Iterator[tuple[str, 
 def receive_faults(node: NodeView, part: ReceivePart, refs: Backrefs) -> Iterator[Fault]:
     """I4 and I9 at one part of the decode side that is not over."""
     wrong = _unqueued(part, refs) if part.state is Decode.QUEUED else _unclaimed(node, part, refs)
-    if node.decoder.parts.get(part.id) is not part:
+    if node.decoder.open.parts.get(part.id) is not part:
         wrong = "is known under another number"
     if wrong:
         yield _receive_fault("I9", "receive", part, wrong)
@@ -606,7 +606,7 @@ def _unclaimed(node: NodeView, part: ReceivePart, refs: Backrefs) -> str:
 
 def _unfound(decoder: Decoder, part: ReceivePart, refs: Backrefs) -> str:
     """Why nobody would hear of it; empty where somebody does."""
-    if decoder.by_handoff.get(part.handoff) is not part:
+    if decoder.open.by_handoff.get(part.handoff) is not part:
         return f"is not found by its handoff {part.handoff}"
     if part.state in ASKING and not refs.is_alive(part.session):
         return f"goes on for session {part.session}, which is gone"
@@ -616,7 +616,7 @@ def _unfound(decoder: Decoder, part: ReceivePart, refs: Backrefs) -> str:
 def _unjoined(decoder: Decoder, part: ReceivePart) -> str:
     """Why it does not go together with the other parts of its receive; empty where it does."""
     attempt = part.attempt
-    if part not in attempt.parts or decoder.attempts.get(attempt.id) is not attempt:
+    if part not in attempt.parts or decoder.open.attempts.get(attempt.id) is not attempt:
         return f"is no part of receive {attempt.id}"
     if part.state in ASKING and part.ended is not None:
         return "goes on, and its receive has ended"
@@ -766,9 +766,11 @@ def register_faults(node: NodeView) -> Iterator[Fault]:
         if leases.get(lease_id) is not lease or lease.quarantine is None:
             what = f"lease {lease_id} waits for this host to be quiet, and is not in quarantine"
             yield Fault("I9", "settling", what, lease=lease_id)
-    offered = sum(part.state is not Decode.QUEUED for part in decoder.parts.values())
-    if offered != len(decoder.by_handoff):
-        what = f"{offered} receives are offered, {len(decoder.by_handoff)} are found by handoff"
+    offered = sum(part.state is not Decode.QUEUED for part in decoder.open.parts.values())
+    if offered != len(decoder.open.by_handoff):
+        what = (
+            f"{offered} receives are offered, {len(decoder.open.by_handoff)} are found by handoff"
+        )
         yield Fault("I9", "by-handoff", what)
     for send, part in prefiller.by_send.items():
         if prefiller.rooms.by_room.get(part.room) is not part or part.engine is None:

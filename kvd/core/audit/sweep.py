@@ -374,8 +374,8 @@ def _page_faults(table: LeaseTable, pool: int) -> list[Fault]:
 def _all_parts(node: NodeView) -> Iterator[tuple[str, int]]:
     """What is under way now, by kind and number."""
     decoder, prefiller = node.decoder, node.prefiller
-    yield from (("receive", number) for number in decoder.parts)
-    yield from (("ready", number) for number in decoder.ready)
+    yield from (("receive", number) for number in decoder.open.parts)
+    yield from (("ready", number) for number in decoder.open.ready)
     yield from (("send", send.id) for send in prefiller.rooms.live())
     yield from (("settled", number) for number in prefiller.settled_sends.settled)
     yield from (("post", number) for number in prefiller.posts.parts)
@@ -385,10 +385,10 @@ def _part_faults(node: NodeView, refs: Backrefs, kind: str, number: int) -> Iter
     """What is wrong with one of them, if it is still there."""
     decoder, prefiller = node.decoder, node.prefiller
     match kind:
-        case "receive" if number in decoder.parts:
-            return receive_faults(node, decoder.parts[number], refs)
-        case "ready" if number in decoder.ready:
-            return ready_faults(node.leases, number, decoder.ready[number])
+        case "receive" if number in decoder.open.parts:
+            return receive_faults(node, decoder.open.parts[number], refs)
+        case "ready" if number in decoder.open.ready:
+            return ready_faults(node.leases, number, decoder.open.ready[number])
         case "send" if number in refs.sends:
             return send_faults(node, refs.sends[number], refs)
         case "settled" if number in prefiller.settled_sends.settled:

@@ -8,7 +8,7 @@ The page table of a lease has the page of every ``page_size`` tokens, in order::
 
 A retracted lease has neither lock nor pages; ``saved`` are the bytes that it will want back.
 
-Plain records: read them; only the lease table and its saved area write them.
+Plain records: read them; only the parts of the lease table and its saved area write them.
 
 Invariants: anchor.end_tokens == owned * page_size; owned <= count(page_table).
 """
@@ -59,7 +59,7 @@ class LeasePromise:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class LeaseRecord:
-    """One claim. Read it; only ``LeaseTable`` and its saved area write it."""
+    """One claim. Read it; only the parts of ``LeaseTable`` and its saved area write it."""
 
     __slots__ = (
         "anchor",

@@ -7,7 +7,7 @@
 A retracted lease keeps its number, its owner and its saved bytes, and nothing of the pool: no page,
 no lock. FORMER is outside of all that: a lease of before a restart, which only its end leads away
 from (``former_leases``). What happens on the edges is ``retraction``; pages and locks move in
-``lease_table``.
+``leases.retracted``.
 
 Theory of operation. While a copy runs the lease has a holder of its own (``SAVE``, ``RESTORE``), so
 that neither its pages nor its saved bytes are given to anybody, whatever its engine does. The end

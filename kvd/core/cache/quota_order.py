@@ -8,7 +8,7 @@ each share once, and then at one for each node: O(log n) a victim.
 
 It counts the pages of the shares as nodes are added and taken out; locks change no count.
 
-What must not live here: what a turn is (``quotas``), and that anybody is told (``lease_table``).
+What must not live here: what a turn is (``quotas``), and that anybody is told (``leases.evictor``).
 """
 
 from __future__ import annotations

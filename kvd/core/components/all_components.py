@@ -5,7 +5,7 @@
 
 A node without is a tombstone: its tokens are cached, and this component of them is not. The lease
 table calls every component at the same moments as its own pool and tree, so that all of them move
-together or not at all; see ``lease_table``.
+together or not at all; see ``leases.grants``.
 """
 
 from __future__ import annotations

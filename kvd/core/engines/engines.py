@@ -303,7 +303,11 @@ class Engines(Verbs):
     def _match(
         self, session: int, message: client.MatchPrefix | PrefetchPrompt, tokens: Tokens
     ) -> Refusal | None:
-        load = len(self._decoder.parts) + len(self._prefiller.rooms.by_room) + len(self._admission)
+        load = (
+            len(self._decoder.open.parts)
+            + len(self._prefiller.rooms.by_room)
+            + len(self._admission)
+        )
         # A question must not count as a use: a router that asks every node would keep everything
         # young.
         cached_tokens = self._leases.tree.probe(tokens, message.namespace)

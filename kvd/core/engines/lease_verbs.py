@@ -66,6 +66,9 @@ class LeaseVerbs(Verbs):
 
     def __init__(self, node: NodeParts) -> None:
         super().__init__(node)
+        self._grants = node.leases.grants
+        self._commits = node.leases.commits
+        self._holders = node.leases.holders
         self._admission = node.admission
         self._copies = node.engine_copies
         self._receives = node.receives
@@ -149,7 +152,7 @@ class LeaseVerbs(Verbs):
             cache=message.cache,
         )
         # Not through the queue: who waits there waits for pages, and this takes none of them.
-        lease = self._leases.open_prefix(_plain_claim(session, opening, tokens))
+        lease = self._grants.open_prefix(_plain_claim(session, opening, tokens))
         if not isinstance(lease, LeaseRecord):
             return self._no_room("a cached prefix", lease)
         told = self._tiers.promotions.told(tokens, message.namespace, lease.prefix_tokens)
@@ -168,7 +171,7 @@ class LeaseVerbs(Verbs):
         claim = _plain_claim(session, opening, NO_TOKENS)
         claim = replace(claim, reason=REASON)
         # Now or not at all: who waits in the queue waits for pages anywhere.
-        arena = self._leases.open_arena(claim, message.n_pages)
+        arena = self._grants.open_arena(claim, message.n_pages)
         if arena is None:
             return no_run(self._leases, message.n_pages, self._name)
         self._out.answer(session, _leased(message.call, arena, self._leases))
@@ -183,8 +186,7 @@ class LeaseVerbs(Verbs):
             return self._wrong(f"extend by {message.n_tokens} tokens")
         # Before it grows: the answer has the new pages only.
         first = count(lease.page_table)
-        leases = self._leases
-        shortage = leases.extend(lease, message.n_tokens)
+        shortage = self._grants.extend(lease, message.n_tokens)
         if shortage is not None:
             return self._no_room(f"lease {lease.id}", shortage)
         self._answer_page_table(session, message.call, lease, first)
@@ -200,7 +202,7 @@ class LeaseVerbs(Verbs):
                 f"slide of lease {lease.id} to token {message.upto_tokens}, it has room for "
                 f"{lease.room_tokens}"
             )
-        refusal = self._leases.slide(lease, message.upto_tokens)
+        refusal = self._grants.slide(lease, message.upto_tokens)
         if refusal is None:
             # From the end of the row on: a slide moves nothing of the first component.
             self._answer_page_table(session, message.call, lease, count(lease.page_table))
@@ -214,9 +216,9 @@ class LeaseVerbs(Verbs):
         if isinstance(lease, Refusal):
             return lease
         if type(message) is client.CommitUpTo:
-            first = self._leases.commit(lease, tokens, message.upto_tokens, swaps=message.swaps)
+            first = self._commits.commit(lease, tokens, message.upto_tokens, swaps=message.swaps)
         else:
-            first = self._leases.commit(lease, tokens)
+            first = self._commits.commit(lease, tokens)
         if isinstance(first, Refusal):
             return first
         self._answer_page_table(session, message.call, lease, first)
@@ -231,7 +233,7 @@ class LeaseVerbs(Verbs):
             return lease
         if message.extend_tokens < 0:
             return self._wrong(f"extend by {message.extend_tokens} tokens")
-        first = self._leases.commit_and_extend(
+        first = self._grants.commit_and_extend(
             lease, tokens, message.extend_tokens, message.upto_tokens, swaps=message.swaps
         )
         if isinstance(first, Refusal):
@@ -297,14 +299,14 @@ class LeaseVerbs(Verbs):
         upto_tokens = None
         if type(message) is client.ReleaseUpTo:
             upto_tokens = message.upto_tokens
-        elif not self._sessions.is_asked_about(lease) and self._leases.commit_and_release(
+        elif not self._sessions.is_asked_about(lease) and self._holders.commit_and_release(
             lease, tokens
         ):
-            if self._decoder.ready:
+            if self._decoder.open.ready:
                 self._decoder.lease_ended(lease.id)
             self._out.answer(session, client.Done(message.call))
             return None
-        first = self._leases.commit(lease, tokens, upto_tokens)
+        first = self._commits.commit(lease, tokens, upto_tokens)
         if isinstance(first, Refusal):
             return first
         lease.is_whole = self._copies.is_whole(lease)

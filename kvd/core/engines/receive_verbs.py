@@ -32,7 +32,7 @@ class ReceiveVerbs(Verbs):
         self._receives = node.receives
         self._pulls = node.pulls
         self._peers = node.peers
-        self._retries = ReceiveRetries(node.settings, node.decoder)
+        self._retries = ReceiveRetries(node.settings, node.decoder.open)
         self._spec = node.settings.spec
 
     def receive(
@@ -148,7 +148,7 @@ class ReceiveVerbs(Verbs):
         self, session: int, message: client.CancelReceive, _: Tokens
     ) -> Refusal | None:
         """Its engine wants it no longer."""
-        attempt = self._decoder.attempts.get(message.receive)
+        attempt = self._decoder.open.attempts.get(message.receive)
         if attempt is None or attempt.session != session:
             return unknown_handoff("receive", message.receive, self._name)
         # Answered first: what the cancel answers after it belongs to the receive, not to this call.

@@ -23,7 +23,8 @@ Read in this order:
 
 1. ``protocol``    ``DECODE`` and ``PREFILL``: every state, every edge; no row, no transition;
                    ``transitions`` takes a part along one, and tells
-2. ``parts``       ``ReceiveAttempt``, ``ReceivePart``, ``SendPart``: what either side remembers
+2. ``parts``       ``ReceiveAttempt``, ``ReceivePart``, ``SendPart``: what either side remembers;
+                   ``open_receives`` by what those of the decode side are found
 3. ``receive``     ``Decoder``: an edge of DECODE is a method, as ``_draining_to_closed``
 4. ``send``        ``Prefiller``: the same for PREFILL; ``settled`` for what follows SETTLED
 5. ``offered``     ``OfferReader``: an Offer's whole way in; ``offer`` has the checks of it

@@ -302,7 +302,7 @@ class Drainer:
 
     def _receives(self) -> Iterator[ReceivePart]:
         is_lost = self._peers.is_lost
-        for part in self._decoder.parts.values():
+        for part in self._decoder.open.parts.values():
             if part.waiter is None and not is_lost(part.incarnation):
                 yield part
 
@@ -331,7 +331,7 @@ class Drainer:
                 self._beat(peer)
 
     def _beat(self, peer: Peer) -> None:
-        offer_floor = self._decoder.offer_floor(peer.incarnation)
+        offer_floor = self._decoder.open.offer_floor(peer.incarnation)
         self._peers.pulse.beat(peer, offer_floor, self._prefiller.settled_sends.floor(peer))
 
     def heard(self, peer: Peer, message: Ping) -> None:
@@ -349,7 +349,7 @@ class Drainer:
             if not before.is_serving:
                 out.emit(events.PeerDraining(peer=peer.name, state=state, why=why, refused=0))
             return
-        queued = [part for part in self._decoder.parts.values() if part.peer == peer.name]
+        queued = [part for part in self._decoder.open.parts.values() if part.peer == peer.name]
         waiters = [part.waiter for part in queued if part.waiter is not None]
         n_refused = len(waiters)
         out.emit(events.PeerDraining(peer=peer.name, state=state, why=why, refused=n_refused))

@@ -7,7 +7,7 @@ concerns nobody else; the room is over when its time is, or when so many receive
 for were committed. Who takes it then goes on to its end.
 
 A room that is open for any number gives way once it was received: its pages stay while nobody needs
-them (``LeaseTable.let_give_way``). One that is open for so many keeps them for the last.
+them (``GivingWay.let_give_way``). One that is open for so many keeps them for the last.
 
 What must not live here: transitions (``send``), rooms that are over (``served``).
 """
@@ -213,7 +213,7 @@ class KeptRooms:
         keeping, engine = keeper.keeping, keeper.engine
         assert keeping is not None
         if not keeping.limit and engine is not None and keeping.takers == 1:
-            self._leases.let_give_way(engine.lease, f"send {keeper.id}")
+            self._leases.giving_way.let_give_way(engine.lease, f"send {keeper.id}")
 
     def answer_finish(self, part: SendPart) -> None:
         """``finish`` of a room that is kept returns at once, and its time begins.
@@ -276,6 +276,6 @@ class KeptRooms:
         part.engine, part.session, part.is_numbered = engine, keeper.session, False
         part.prompt_tokens = engine.prompt_tokens
         follow_keeper(part, keeper)
-        self._leases.hold_for_send(engine.lease, f"send {part.id}", engine.prompt_tokens)
+        self._leases.holders.hold_for_send(engine.lease, f"send {part.id}", engine.prompt_tokens)
         keeper.history.add_line(self._out.at_s, f"{part.peer} receives it (send {part.id})")
         self._sends.await_engine_or_await_offer_to_streaming(part, T.ENGINE_OPENED)

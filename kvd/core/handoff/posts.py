@@ -231,7 +231,7 @@ class Posts:
         if part.after:
             self._behind[self._last] = part.cursor_tokens
         # Until the post is over no commit gives a page away that it reads.
-        self._leases.begin_read(engine.lease)
+        self._leases.holders.begin_read(engine.lease)
         is_unsealed = offer.integrity is Integrity.OFF
         first, end = (units.first - base) * ID_BYTES, (units.end - base) * ID_BYTES
         self._out.effects.append(
@@ -405,7 +405,7 @@ class Posts:
         self.sent_bytes += moved_bytes
         if part.engine is not None:
             # With the last reader go the pages that a commit has replaced meanwhile.
-            self._leases.end_read(part.engine.lease)
+            self._leases.holders.end_read(part.engine.lease)
         return part
 
     def posts_through(self, incarnation: str, generation: int) -> list[int]:

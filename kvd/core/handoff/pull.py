@@ -418,7 +418,7 @@ class Pulls:
     def tier_waited(self, ask: PullAsk, lease: LeaseRecord) -> None:
         """Ask for what is behind that: what has come counts as what is cached here."""
         ask.waiter = None
-        self._leases.release(lease, PULLER, "pull")
+        self._leases.holders.release(lease, PULLER, "pull")
         self._say_pull(ask)
 
     def refuse_unasked(self, ask: PullAsk, refusal: Refusal) -> None:
@@ -540,7 +540,7 @@ class Pulls:
 
         Unless a store has more: whoever computed that is not asked for it.
         """
-        asker = CachedAsker(self, ask, self._receives.next_number())
+        asker = CachedAsker(self, ask, self._receives.open.next_number())
         claim, waited = self._claim(ask, n_tokens), None
         # Once: what it has waited for before it asked is here, or takes longer than that.
         if ask.message.tiers != NOW and ask.waited is None:

@@ -252,12 +252,12 @@ class PullSource:
         if peer.life is Life.LOST:
             refusal = reader_silent(peer, self._out.at_s, self._settings)
         if refusal is not None:
-            self._leases.release(lease, PULLER, refusal.code.value)
+            self._leases.holders.release(lease, PULLER, refusal.code.value)
             self.refuse(ticket, refusal)
             return
         if lease.prefix_tokens <= have_tokens:
             ticket.answer = self._prefix(ticket, n_tokens=lease.prefix_tokens)
-            self._leases.release(lease, PULLER, "pull")
+            self._leases.holders.release(lease, PULLER, "pull")
         else:
             lease.room = self._pull_room()
             self._send_cached(ticket, lease)
@@ -283,9 +283,9 @@ class PullSource:
         part.deadline_s = min(ticket.until_s, self._out.at_s + self._settings.pull_offer_s)
         part.is_numbered, part.aux = False, b""
         holder = f"send {part.id}"
-        self._leases.hold_for_send(lease, holder, n_tokens)
-        self._leases.release(lease, PULLER, "pull")
-        self._leases.let_give_way(lease, holder)
+        self._leases.holders.hold_for_send(lease, holder, n_tokens)
+        self._leases.holders.release(lease, PULLER, "pull")
+        self._leases.giving_way.let_give_way(lease, holder)
         ticket.answer = self._prefix(ticket, room=lease.room, n_tokens=n_tokens)
         ticket.part = part
         self._open.append(ticket)
@@ -338,7 +338,7 @@ class PullSource:
         """A lease of these cached tokens, if no more than its share is locked with it."""
         claim = self._claim(peer, tokens, namespace, self._pull_room())
         evictable_pages = self._leases.tree.evictable_pages
-        lease = self._leases.open_prefix(claim)
+        lease = self._leases.grants.open_prefix(claim)
         if isinstance(lease, Shortage):  # of what is cached, where it is promised to a lease
             return Refusal(Code.NO_ROOM, lease.words, side=self._settings.name)
         # What is locked by others already is locked by this one at no cost: so are prefixes that
@@ -347,7 +347,7 @@ class PullSource:
             return lease
         refusal = self._too_large(peer, lease)
         if refusal is not None:
-            self._leases.release(lease, PULLER, refusal.code.value)
+            self._leases.holders.release(lease, PULLER, refusal.code.value)
             return refusal
         return lease
 

@@ -82,11 +82,11 @@ class Quarantines:
         self._copies.receive_failed(lease)
         # Since now, also where it is doubt that begins it: ``fence_after_s`` counts from when
         # somebody began to wait.
-        self._table.quarantine(lease, Quarantine(writers, self._out.at_s, why))
+        self._table.ends.quarantine(lease, Quarantine(writers, self._out.at_s, why))
 
     def narrow_writers(self, lease: LeaseRecord, parts: list[ReceivePart]) -> None:
         """Of the writers of a quarantined lease, those of these parts are left."""
-        self._table.narrow_quarantine(
+        self._table.ends.narrow_quarantine(
             lease, tuple([Writer(part.peer, part.incarnation) for part in parts])
         )
 
@@ -96,7 +96,7 @@ class Quarantines:
         """Give the delta back, at once or when the bytes in doubt have come to rest."""
         # Released, and not unquarantined: there never was a quarantine, the arrival just ends.
         if doubt is Doubt.NONE:
-            self._table.release(lease, ARRIVAL, cause)
+            self._table.holders.release(lease, ARRIVAL, cause)
         else:
             self.begin_quarantine(lease, [part], cause)
             self._await_quiet(lease, doubt)
@@ -104,7 +104,7 @@ class Quarantines:
     def end_quarantine(self, lease: LeaseRecord, proof: str, doubt: Doubt) -> None:
         """The last writer of a quarantined lease is over."""
         if doubt is Doubt.NONE:
-            self._table.end_quarantine(lease, proof)
+            self._table.ends.end_quarantine(lease, proof)
         else:
             self._await_quiet(lease, doubt)
 
@@ -150,7 +150,7 @@ class Quarantines:
         lease = self.leases.pop(lease_id, None)
         self.awaited.pop(lease_id, None)
         if lease is not None:
-            self._table.end_quarantine(lease, "quiet")
+            self._table.ends.end_quarantine(lease, "quiet")
 
     def fenced(self) -> None:
         """Our receiving transfer process is reaped: nothing can land through it any more."""

@@ -29,6 +29,7 @@ from kvd.core.cache.lease import ARRIVAL
 from kvd.core.effects import Doubt
 from kvd.core.handoff.arriving import Arrivals
 from kvd.core.handoff.offer import OfferWriter
+from kvd.core.handoff.open_receives import OpenReceives
 from kvd.core.handoff.outcomes import Outcomes
 from kvd.core.handoff.protocol import Decode, DecodeTrigger
 from kvd.core.handoff.quarantine import Quarantines
@@ -43,7 +44,7 @@ from kvd.core.handoff.refusals import (
 )
 from kvd.core.handoff.transitions import move_decode, tell_ended
 from kvd.core.handoff.verify import SumFinding, Verifying
-from kvd.core.leases.lease_table import RECEIVED
+from kvd.core.leases.lent_pages import RECEIVED
 from kvd.errors import Code, Refusal
 from kvd.types import NO_TOKENS, Pages, count
 from kvd.wire import client
@@ -51,7 +52,7 @@ from kvd.wire.peer import Abort, Accept, Progress, ReceiveOutcome, Settled
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
-    from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, RequestName
+    from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart
     from kvd.core.handoff.payload import Payload
     from kvd.core.inputs import Verified
     from kvd.core.leases.admission import Admission
@@ -73,10 +74,6 @@ WRITABLE = {*ASKING, D.DRAINING}
 
 WANTED = {*ASKING, D.VERIFYING}
 """The engine waits, unless it has given up on what is being verified."""
-
-OPEN = {*WANTED, D.DRAINING}
-"""States in which the writer's word is still to come."""
-
 
 MOVING_S = 0.25
 """So long after a word of its writer the bytes of a receive are taken to be on their way."""
@@ -116,16 +113,7 @@ class Decoder:
         copies: EngineCopies,
         out: Outbox,
     ) -> None:
-        self.parts: dict[int, ReceivePart] = {}
-        """By number: queued, under way, draining."""
-        self.attempts: dict[int, ReceiveAttempt] = {}
-        """By receive id: those that have such a part."""
-        self.by_handoff: dict[int, ReceivePart] = {}
-        """Of ``parts`` those that have been offered: a message names its handoff."""
-        self.ready: dict[int, ReceiveAttempt] = {}
-        """By lease id: delivered, until the engine releases the lease."""
-        self.named: dict[RequestName, ReceiveAttempt] = {}
-        """Of ``attempts`` and ``ready`` those with a request id, the last of each."""
+        self.open: OpenReceives = OpenReceives()
         self.offers = OfferWriter(settings, payload, peers, out)
         self.verifying = Verifying(settings, payload, peers, out)
         self.arriving = Arrivals(payload, self.verifying, leases, out)
@@ -140,8 +128,6 @@ class Decoder:
         self._peers = peers
         self._fetcher = fetcher
         self._out = out
-        self._last_part = 0
-        self._last_handoff = 0
         self._heard_s = float("-inf")
         """When a writer last said that it has begun, or how far it is."""
 
@@ -153,29 +139,13 @@ class Decoder:
         """
         if self.verifying.parts:
             return True
-        return bool(self.by_handoff) and self._out.at_s - self._heard_s < MOVING_S
-
-    def next_number(self) -> int:
-        """Of a part, and of the receive whose first part it is."""
-        self._last_part += 1
-        return self._last_part
-
-    def next_handoff(self) -> int:
-        """Of an Offer that goes out in this step."""
-        self._last_handoff += 1
-        return self._last_handoff
-
-    def known(self) -> list[ReceivePart]:
-        """Every part that is not over: those under way, then those that were delivered."""
-        delivered = [part for attempt in self.ready.values() for part in attempt.parts]
-        return [*self.parts.values(), *delivered]
+        return bool(self.open.by_handoff) and self._out.at_s - self._heard_s < MOVING_S
 
     # ---- the engine --------------------------------------------------------------------------
 
     def cancel_session(self, session: int, refusal: Refusal) -> int:
         """End all receives of a session that is over; how many they were."""
-        # A list first: one that ends may leave ``attempts``.
-        attempts = [attempt for attempt in self.attempts.values() if attempt.session == session]
+        attempts = self.open.of_session(session)
         for attempt in attempts:
             self.cancel_attempt(attempt, refusal)
         return len(attempts)
@@ -192,10 +162,10 @@ class Decoder:
 
     def lease_ended(self, lease_id: int) -> None:
         """The lease that came out of delivered parts was released."""
-        attempt = self.ready.pop(lease_id, None)
+        attempt = self.open.ready.pop(lease_id, None)
         if attempt is not None:
             if attempt.request is not None:
-                self.unname(attempt)
+                self.open.unname(attempt)
             self._ready_to_closed(attempt, "")
 
     # ---- the peer ----------------------------------------------------------------------------
@@ -228,7 +198,7 @@ class Decoder:
         """The writer's last word."""
         part = self._part(peer, message)
         if part is None:
-            if message.handoff not in self.by_handoff:
+            if message.handoff not in self.open.by_handoff:
                 self.outcomes.answer_settled(peer, message.handoff)
             return
         if part.state is D.VERIFYING:
@@ -274,7 +244,7 @@ class Decoder:
         why = "new incarnation"
         # A list first: parts leave ``parts`` as they end. Two parts of one attempt are never of one
         # incarnation, so none of these is closed before its turn.
-        for part in [part for part in self.parts.values() if part.incarnation == incarnation]:
+        for part in [part for part in self.open.parts.values() if part.incarnation == incarnation]:
             # It writes no more, but what it had sent may still be on its way: Doubt.SENT.
             if part.state in ASKING:
                 self._offered_or_receiving_to_closed(part, T.WRITER_GONE, why)
@@ -294,7 +264,7 @@ class Decoder:
         """Our receiving transfer process was reaped: nothing can write through it any more."""
         why = "new transport generation"
         # No doubt is left: bytes land through the agent of the reaped process or not at all.
-        for part in list(self.parts.values()):
+        for part in list(self.open.parts.values()):
             if part.state is D.DRAINING:
                 self._draining_to_closed(part, T.FENCED, why, proof="fenced", doubt=Doubt.NONE)
             elif part.state is not D.QUEUED:
@@ -307,31 +277,18 @@ class Decoder:
     def peer_lost(self, peer: Peer) -> None:
         """Silence: drain what is under way with it."""
         refusal = writer_silent(peer, self._out.at_s, self._settings)
-        for part in list(self.parts.values()):
+        for part in list(self.open.parts.values()):
             # VERIFYING goes on without the peer: all its bytes are here. DRAINING goes on too,
             # silence is no proof that it writes no more.
             if part.incarnation == peer.incarnation and part.state in ASKING:
                 self._give_up(part.attempt, of_source(part, refusal))
-
-    def offer_floor(self, incarnation: str) -> int:
-        """The lowest handoff id still open towards this incarnation; the next id if none is."""
-        return min(
-            (
-                part.handoff
-                for part in self.parts.values()
-                # QUEUED has no id yet; of every other one in ``parts`` there is still something to
-                # be said.
-                if part.incarnation == incarnation and part.state in OPEN
-            ),
-            default=self._last_handoff + 1,
-        )
 
     # ---- time --------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Deadlines and repetitions."""
         now_s = self._out.at_s
-        for part in list(self.parts.values()):
+        for part in list(self.open.parts.values()):
             # DRAINING has no deadline: its pages are not free before the writer is over, however
             # late.
             if part.state in WANTED and part.deadline_s <= now_s and part.ended is None:
@@ -400,13 +357,13 @@ class Decoder:
             # Before the commit: a journal notes what moves in leases that an engine has, and this
             # one has it from here on.
             said = "pulled" if attempt.is_pulled else "received"
-            self._leases.hand_over(lease, f"{said} from {attempt.sources}")
+            self._leases.holders.hand_over(lease, f"{said} from {attempt.sources}")
         # No tokens beyond those claimed: the whole prompt is in its pages, and nothing else is. No
         # engine has said so, so it is noted also where only words of engines count.
         lease.written_tokens = count(lease.tokens)
-        self._leases.commit(lease, NO_TOKENS)
+        self._leases.commits.commit(lease, NO_TOKENS)
         if left is None:
-            self.ready[lease.id] = attempt
+            self.open.ready[lease.id] = attempt
             rows = self._leases.components.page_tables(lease)
             received = client.Received(
                 receive=attempt.id,
@@ -422,7 +379,7 @@ class Decoder:
             self._close(part, ReceiveOutcome.COMMITTED, None)
         if left is not None:
             # After the commit, so that the pages stay cached; the lock alone is let go.
-            self._leases.release(lease, ARRIVAL, left.code.value)
+            self._leases.holders.release(lease, ARRIVAL, left.code.value)
             self._ready_to_closed(attempt, left.message)
 
     def _land_in_arena(self, attempt: ReceiveAttempt, lease: LeaseRecord) -> None:
@@ -431,7 +388,7 @@ class Decoder:
         aux, attempt.aux = attempt.aux, b""
         # Before Received: what it names is the engine's again by then.
         pages = lease.page_table
-        self._leases.release(lease, ARRIVAL, RECEIVED if left is None else left.code.value)
+        self._leases.holders.release(lease, ARRIVAL, RECEIVED if left is None else left.code.value)
         if left is None:
             told = client.Received(receive=attempt.id, lease=0, pages=pages, aux=aux)
             self._out.answer(attempt.session, told)
@@ -555,9 +512,8 @@ class Decoder:
 
     def _close(self, part: ReceivePart, outcome: ReceiveOutcome, reason: Refusal | None) -> None:
         """The writer has no more to say: tell it the outcome, and keep that for its repetitions."""
-        # From here on a repeated Settled finds no part, and ``outcomes`` answers it.
-        del self.parts[part.id]
-        del self.by_handoff[part.handoff]
+        # First: from here on a repeated Settled finds no part, and ``outcomes`` answers it.
+        is_last = self.open.close(part)
         peer = self._peers.by_incarnation.get(part.incarnation)
         # By incarnation: to a newer process of that node nothing is said, it never heard of this
         # handoff.
@@ -569,25 +525,12 @@ class Decoder:
             self.failed += 1
         self.tell_ended(part, outcome, reason)
         attempt = part.attempt
-        # The last part takes the attempt along; before, ``cancel`` and ``why`` must still find it.
-        if not any(part.id in self.parts for part in attempt.parts):
-            del self.attempts[attempt.id]
+        if is_last:
             # A delivered attempt keeps its parts while READY: ``kvd why`` tells of them.
             if not is_committed:
                 attempt.parts = ()
-            if attempt.request is not None and self.lease_of_ready(attempt) is None:
-                self.unname(attempt)
-
-    def lease_of_ready(self, attempt: ReceiveAttempt) -> int | None:
-        """The lease as which it was delivered; None: it is not READY."""
-        lease = attempt.lease
-        return lease.id if lease is not None and self.ready.get(lease.id) is attempt else None
-
-    def unname(self, attempt: ReceiveAttempt) -> None:
-        """No call is answered with it any more; a later one may have its name by now."""
-        name = attempt.name
-        if name is not None and self.named.get(name) is attempt:
-            del self.named[name]
+            if attempt.request is not None and self.open.lease_of_ready(attempt) is None:
+                self.open.unname(attempt)
 
     def fail_attempt(self, attempt: ReceiveAttempt, refusal: Refusal) -> None:
         """The engine hears why nothing comes of it."""
@@ -626,7 +569,7 @@ class Decoder:
 
     def _part(self, peer: Peer, message: Accept | Progress | Settled) -> ReceivePart | None:
         # The id is ours, and any peer could name it: only whoever it was offered to speaks of it.
-        part = self.by_handoff.get(message.handoff)
+        part = self.open.by_handoff.get(message.handoff)
         if part is not None and part.incarnation != peer.incarnation:
             refusal = not_its_own(part, peer, type(message).__name__, self._settings)
             self._peers.reject(peer.link, peer.incarnation, refusal)

@@ -99,7 +99,7 @@ class ReceiveRequests:
 
     def rename(self, address: str, name: str) -> None:
         """Who was known by an address has said its name: what waits for it waits for that."""
-        for part in self._receives.parts.values():
+        for part in self._receives.open.parts.values():
             if part.peer == address:
                 part.peer = name
 
@@ -172,7 +172,7 @@ class ReceiveRequests:
     def lent(self, arena: int) -> list[ReceiveAttempt]:
         """The receives of an arena that wait or are under way."""
         found = []
-        for attempt in self._receives.attempts.values():
+        for attempt in self._receives.open.attempts.values():
             lent = attempt.waiter.claim.lent if attempt.waiter is not None else None
             if attempt.lease is not None:
                 lent = attempt.lease.lent
@@ -201,18 +201,17 @@ class ReceiveRequests:
             part.incarnation = self._peers.by_name[part.peer].incarnation
             # Assigned in the step in which the Offer goes out, so ids grow with the Offers and the
             # floor (``offer_floor``) never passes one that is still to come.
-            part.handoff = self._receives.next_handoff()
+            part.handoff = self._receives.open.next_handoff()
         self.offers.write_offers(attempt, lease)
         # Before anything is registered or sent: afterwards it could only be given up by draining.
         refusal = self.offers.unsendable(attempt)
         if refusal is not None:
             # No Offer has left, so nobody can write: the pages are free at once.
             attempt.lease = None
-            self._leases.release(lease, ARRIVAL, refusal.code.value)
+            self._leases.holders.release(lease, ARRIVAL, refusal.code.value)
             self.queued_to_closed(attempt, refusal, call)
             return
-        for part in attempt.parts:
-            self._receives.by_handoff[part.handoff] = part
+        self._receives.open.offered(attempt)
         for part in attempt.parts:
             self._receives.move_part(part, T.ADMITTED, _wanted(part))
         # Before the Offers among the effects: the engine knows the number before anybody can say
@@ -236,15 +235,13 @@ class ReceiveRequests:
         for part in attempt.parts:
             self._receives.move_part(part, T.GIVEN_UP, why.message)
         self._out.answer(attempt.session, client.Failed(call, why))
-        # All leave ``parts`` before any room is withdrawn: withdrawing asks whether another
-        # receive of ours still wants that room, and these do not.
-        for part in attempt.parts:
-            del self._receives.parts[part.id]
+        # Before any room is withdrawn: withdrawing asks whether another receive of ours still
+        # wants that room, and this one does not.
+        self._receives.open.drop(attempt)
+        self._receives.open.unname(attempt)
         for part in attempt.parts:
             self.withdraw_room(part.room, part.peer, why)
             self._receives.tell_ended(part, ReceiveOutcome.REFUSED, why)
-        del self._receives.attempts[attempt.id]
-        self._receives.unname(attempt)
         attempt.parts = ()
 
     def unqueue(self, attempt: ReceiveAttempt, why: str) -> None:
@@ -254,14 +251,17 @@ class ReceiveRequests:
         attempt.waiter = None
         for part in attempt.parts:
             self._receives.move_part(part, T.GIVEN_UP, why)
-            del self._receives.parts[part.id]
-        del self._receives.attempts[attempt.id]
+        self._receives.open.drop(attempt)
         attempt.parts = ()
 
     def withdraw_room(self, room: int, source: str, why: Refusal) -> None:
         """Nothing is offered: an engine that waits for it over there need not wait longer."""
         peer = self._peers.by_name.get(source)
-        if peer and peer.incarnation and not is_wanted(room, source, self._receives.parts.values()):
+        if (
+            peer
+            and peer.incarnation
+            and not is_wanted(room, source, self._receives.open.parts.values())
+        ):
             mine, code = self._settings.incarnation, why.code.value
             self._out.send(
                 peer.link, Withdrawn(source=mine, target=peer.incarnation, room=room, reason=code)
@@ -274,7 +274,7 @@ class ReceiveRequests:
         n_tokens: int,
         request: NamedRequest | None,
     ) -> ReceiveAttempt:
-        numbers = [self._receives.next_number() for _ in message.source]
+        numbers = [self._receives.open.next_number() for _ in message.source]
         at_s = self._out.at_s
         attempt = ReceiveAttempt(
             numbers[0],
@@ -292,12 +292,9 @@ class ReceiveRequests:
             peer = self._peers.find(source) or source
             part = ReceivePart(number, peer, attempt)
             part.history.add_line(at_s, f"asked for by session {session}")
-            self._receives.parts[part.id] = part
             parts.append(part)
         attempt.parts = tuple(parts)
-        self._receives.attempts[attempt.id] = attempt
-        if request is not None:
-            self._receives.named[session, message.room, request.id] = attempt
+        self._receives.open.add(attempt)
         return attempt
 
 

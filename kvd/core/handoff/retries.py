@@ -26,8 +26,8 @@ from kvd.wire import client
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.handoff.kept import KeptRooms
+    from kvd.core.handoff.open_receives import OpenReceives
     from kvd.core.handoff.parts import ReceiveAttempt, SendPart
-    from kvd.core.handoff.receive import Decoder
     from kvd.core.handoff.send import Prefiller
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
@@ -218,7 +218,7 @@ class SendRetries:
 class ReceiveRetries:
     """Receives that come again."""
 
-    def __init__(self, settings: Settings, receives: Decoder) -> None:
+    def __init__(self, settings: Settings, receives: OpenReceives) -> None:
         self._settings = settings
         self._receives = receives
 

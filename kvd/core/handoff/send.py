@@ -144,7 +144,7 @@ class Prefiller:
 
     def end_given_way(self) -> None:
         """Leases have gone because their pages were needed: so have the rooms that held them."""
-        gone, self._leases.gave_way = self._leases.gave_way, []
+        gone, self._leases.giving_way.gone = self._leases.giving_way.gone, []
         for part in self.rooms.live():
             engine = part.engine
             if engine is None or engine.lease not in gone:
@@ -277,8 +277,8 @@ class Prefiller:
     ) -> None:
         """ENGINE_OPENED or OFFERED: both halves are here and agree."""
         engine = part.engine
-        if engine is not None and self._leases.giving_way:
-            self._leases.keep_for(engine.lease, f"send {part.id}")
+        if engine is not None and self._leases.giving_way.leases:
+            self._leases.giving_way.keep_for(engine.lease, f"send {part.id}")
         self.move_part(part, trigger, f"decode has {part.decode_prefix_len} tokens")
         peer = self._peers.by_incarnation.get(part.incarnation)
         numbered = part.kept_by or part

@@ -140,7 +140,7 @@ class SendRequests:
             engine.lease, engine.prompt_tokens, with_cached=part.finishes
         )
         # Held by the send from here on: the engine may release its lease, or die, while posts read.
-        self._leases.hold_for_send(engine.lease, f"send {part.id}", engine.prompt_tokens)
+        self._leases.holders.hold_for_send(engine.lease, f"send {part.id}", engine.prompt_tokens)
         return part
 
     def _destination(self, peer: str) -> str | Refusal:

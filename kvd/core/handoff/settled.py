@@ -221,7 +221,7 @@ class SettledSends:
     def let_go(self, part: SendPart, cause: str) -> None:
         """No page of it is read any more: its prompt and its lease are the engine's alone."""
         if part.engine is not None:
-            self._leases.release(part.engine.lease, f"send {part.id}", cause)
+            self._leases.holders.release(part.engine.lease, f"send {part.id}", cause)
             # The tokens of a long prompt are megabytes: a part that lingers must not keep them.
             part.engine = None
 

@@ -36,7 +36,7 @@ ROWS_SHOWN: Final = 20
 
 def eviction_state(node: NodeView) -> EvictionState:
     """The counters, the last rows of either kind, the last first, and who thrashes now."""
-    kept = node.leases.evictions
+    kept = node.leases.evictor.evictions
     return EvictionState(
         prefixes=kept.n_left,
         hurt=kept.n_hurt,
@@ -103,11 +103,11 @@ def _writer(node: NodeView, left: LeftPrefix) -> str:
 
 def of_evictions(node: NodeView) -> Explanation:
     """The whole record in a sentence, then who thrashes, who was hurt, and what left last."""
-    kept, state = node.leases.evictions, eviction_state(node)
+    kept, state = node.leases.evictor.evictions, eviction_state(node)
     sentence = "nothing was evicted or flushed since this daemon began"
     if kept.n_left:
         sentence = (
-            f"{node.leases.evicted_pages} pages were evicted since this daemon began; "
+            f"{node.leases.evictor.evicted_pages} pages were evicted since this daemon began; "
             f"{kept.n_left} prefixes have left the pool, {kept.n_hurt} were asked for again by a "
             f"request that found them gone, {kept.n_soon} of these within {SOON_S:.0f} s"
         )
@@ -172,7 +172,7 @@ def _left_words(node: NodeView, kept: LeftPrefix) -> str:
 
 def of_free_page(node: NodeView, what: str, page: int) -> Explanation:
     """What it held last, as far as that is known."""
-    left = node.leases.evictions.of_page(page) if page else None
+    left = node.leases.evictor.evictions.of_page(page) if page else None
     if left is None:
         return Explanation(f"{what} is free")
     return Explanation(f"{what} is free", (f"it was cached: {_left_words(node, left)}",))
@@ -181,7 +181,7 @@ def of_free_page(node: NodeView, what: str, page: int) -> Explanation:
 def told_of_node(node: NodeView, edge: RadixNode) -> list[str]:
     """Who brought what is cached there, and how often it went too early before."""
     said = [f"written by {name_of(node, edge.writer)}"] if edge.writer else []
-    rounds = node.leases.evictions.rounds_of(edge)
+    rounds = node.leases.evictor.evictions.rounds_of(edge)
     if rounds:
         said.append(f"it was evicted and asked for again within {SOON_S:.0f} s, {rounds} times")
     return said

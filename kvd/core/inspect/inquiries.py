@@ -145,7 +145,7 @@ class Inquiries:
     def _parts_of(self, room: int) -> list[ReceivePart | SendPart]:
         decoder, prefiller = self._node.decoder, self._node.prefiller
         parts: list[ReceivePart | SendPart] = [
-            part for part in decoder.known() if part.room == room
+            part for part in decoder.open.known() if part.room == room
         ]
         parts += prefiller.rooms.parts_of(room)
         parts += [part for part in prefiller.settled_sends.settled.values() if part.room == room]
@@ -224,8 +224,8 @@ class Inquiries:
 
     def _receive_with(self, peer: Peer, message: AskStory) -> ReceivePart | None:
         decoder = self._node.decoder
-        part = decoder.by_handoff.get(message.handoff) or next(
-            (part for part in decoder.known() if part.handoff == message.handoff), None
+        part = decoder.open.by_handoff.get(message.handoff) or next(
+            (part for part in decoder.open.known() if part.handoff == message.handoff), None
         )
         # Numbers are guessable: without this any peer could ask what the others receive.
         is_its_own = part is not None and part.incarnation == peer.incarnation

@@ -25,7 +25,7 @@ OTHERS: Final = "(all others)"
 def quota_states(node: NodeView) -> tuple[QuotaState, ...]:
     """Of the pool, then of each tier where any namespace has one."""
     found: list[QuotaState] = []
-    quotas = node.leases.quotas
+    quotas = node.leases.evictor.quotas
     if quotas is not None and len(quotas.shares) > 1:
         found += _states(node, IN_POOL, quotas.shares, node.leases.page_bytes)
     for tier in node.tiers.each:

@@ -135,7 +135,7 @@ def peer_rows(node: NodeView) -> dict[str, PeerRow]:
         for name in dict.fromkeys([*peers.by_name, *dialed])
     }
     nobody = PeerRow("", None, "")  # of parts whose peer is not known yet, or no more
-    for receive in node.decoder.parts.values():
+    for receive in node.decoder.open.parts.values():
         one = found.get(receive.peer, nobody)
         # By name, of every life of it; below by incarnation, of the present one only.
         one.receives += 1
@@ -145,7 +145,7 @@ def peer_rows(node: NodeView) -> dict[str, PeerRow]:
         one.sends += 1
         one.posts += len(send.outstanding)
         one.out_bytes += prefiller.posts.live_bytes(send)
-    receives = Counter([part.incarnation for part in node.decoder.parts.values()])
+    receives = Counter([part.incarnation for part in node.decoder.open.parts.values()])
     sends = Counter([part.incarnation for part in prefiller.rooms.live()])
     for row in found.values():
         if row.peer is not None:
@@ -189,7 +189,7 @@ def client_rows(node: NodeView) -> dict[int, ClientRow]:
             gone = Session(lease.session, owner_of(node, lease.session)[0], lease.since_s)
             one = found[lease.session] = ClientRow(gone)
         one.leases.append(lease)
-    for receive in node.decoder.parts.values():
+    for receive in node.decoder.open.parts.values():
         if receive.session in found:
             found[receive.session].receives += 1
     for send in node.prefiller.by_send.values():
@@ -274,7 +274,7 @@ def waiting_rows(node: NodeView) -> Iterator[WaitingRow]:
     queue = node.admission.queue
     if not queue:
         return
-    parts = node.decoder.parts.values()
+    parts = node.decoder.open.parts.values()
     receives = {part.waiter.number: part.id for part in parts if part.waiter is not None}
     ahead = 0
     for waiter in queue:

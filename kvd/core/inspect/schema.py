@@ -580,7 +580,7 @@ def _placeholder_bytes(node: NodeView, one: PoolRow) -> int:
 
 def _evicted(node: NodeView, one: PoolRow) -> int | None:
     """Only those of the first component are counted."""
-    return node.leases.evicted_pages if one.places.keeper is None else None
+    return node.leases.evictor.evicted_pages if one.places.keeper is None else None
 
 
 def _companions(node: NodeView, one: PoolRow) -> tuple[CompanionState, ...]:

@@ -102,7 +102,7 @@ def totals(node: NodeView) -> Totals:
         sent_bytes=prefiller.posts.sent_bytes,
         received_bytes=decoder.received_bytes,
         saved_bytes=decoder.saved_bytes,
-        evicted_pages=node.leases.evicted_pages,
+        evicted_pages=node.leases.evictor.evicted_pages,
         messages_refused=node.refused,
         violations=node.audit.violations,
         leases_retracted=node.retractor.retracted,
@@ -180,7 +180,7 @@ def pool_states(node: NodeView) -> tuple[PoolState, ...]:
 
 def room_states(node: NodeView) -> list[RoomState]:
     """Every part that is not over, both sides; delivered ones until their lease is released."""
-    receives = [receive_row(node.leases, part) for part in node.decoder.known()]
+    receives = [receive_row(node.leases, part) for part in node.decoder.open.known()]
     sends = [send_row(node.leases, part) for part in node.prefiller.known()]
     return [ROOM.state(node, row) for row in (*receives, *sends)]
 

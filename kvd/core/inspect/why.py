@@ -493,7 +493,7 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
 def _parts_of(node: NodeView, lease: LeaseRecord) -> Iterator[tuple[str, ReceivePart | SendPart]]:
     """The handoffs that fill it, have filled it, or read it, as links."""
     decoder, prefiller = node.decoder, node.prefiller
-    for receive in decoder.known():
+    for receive in decoder.open.known():
         if receive.lease is lease:
             yield f"receive:{receive.id}", receive
     for send in prefiller.rooms.live():
@@ -507,7 +507,7 @@ def of_client(node: NodeView, number: int) -> Explanation | Refusal:
     leases = [lease for lease in node.leases.leases.values() if lease.session == number]
     if session is None and not leases:
         return Refusal(Code.BAD_REQUEST, f"there is no client {number}: gone, or never was")
-    receives = [part for part in node.decoder.parts.values() if part.session == number]
+    receives = [part for part in node.decoder.open.parts.values() if part.session == number]
     sends = [part for part in node.prefiller.rooms.live() if part.session == number]
     biggest = heapq.nlargest(MAX_LINKS, leases, key=lambda one: one.held_pages)
     pages = sum(lease.held_pages for lease in leases)
@@ -522,7 +522,7 @@ def of_client(node: NodeView, number: int) -> Explanation | Refusal:
     facts = [_lease_fact(node, lease) for lease in biggest]
     if session is not None and session.hang_up is not None:
         facts.insert(0, f"waits for {death_of(node, session)}")
-    if number in node.leases.by_word:
+    if number in node.leases.commits.by_word:
         facts.append(_counts_by_word(session))
     late = node.engine_copies.marks.of_session(number)
     facts += some_words([mark_words(node, wait) for wait in late], "copies wait for marks")
@@ -575,7 +575,7 @@ def of_handoff(node: NodeView, kind: str, number: int) -> Explanation | Refusal:
     def is_asked(part: ReceivePart | SendPart) -> bool:
         return number == (part.room if kind == "room" else part.id)
 
-    receives = [part for part in node.decoder.known() if kind != "send" and is_asked(part)]
+    receives = [part for part in node.decoder.open.known() if kind != "send" and is_asked(part)]
     sends = [send for send in node.prefiller.known() if kind != "receive" and is_asked(send)]
     if receives or sends:
         return _handoff(node, receives, sends, f"{kind}:{number}")
@@ -669,7 +669,7 @@ def of_peer(node: NodeView, name: str) -> Explanation | Refusal:
     if peer is None and dialed is None:
         known = ", ".join(peers.names()) or "nobody"
         return Refusal(Code.BAD_REQUEST, f"there is no peer {name!r}: this node knows {known}")
-    receives = [part for part in node.decoder.parts.values() if part.peer == name]
+    receives = [part for part in node.decoder.open.parts.values() if part.peer == name]
     sends = [send for send in node.prefiller.known() if send.peer == name]
     trouble = peers.trouble(name)
     now_s = node.out.at_s

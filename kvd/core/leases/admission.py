@@ -246,7 +246,7 @@ class Admission:
         Otherwise submit a waiter with what came back, so that nothing is looked for twice.
         """
         # Whoever waits was here first, even where this one would fit and that one does not.
-        return None if self.line else self._leases.open_lease(claim)
+        return None if self.line else self._leases.grants.open_lease(claim)
 
     def submit(self, waiter: Waiter, shortage: Shortage | None = None) -> None:
         """Admit, queue, or refuse what can never fit (scenario A16)."""
@@ -413,7 +413,7 @@ class Admission:
 
     def _open_cached(self, waiter: Waiter) -> None:
         """It takes no page, so nobody who waits for some is before it."""
-        lease = self._leases.open_prefix(waiter.claim)
+        lease = self._leases.grants.open_prefix(waiter.claim)
         if isinstance(lease, Shortage):  # of what is cached, where it is promised to a lease
             waiter.asker.refused(Refusal(Code.NO_ROOM, lease.words))
         else:
@@ -462,7 +462,7 @@ class Admission:
         """False where matching it again cannot find room: as much is lacking, nothing is cached."""
         table = self._leases
         # When more is cached than then, what it lacked then says nothing.
-        if not waiter.budget or waiter.seen_growth != table.growth or table.giving_way:
+        if not waiter.budget or waiter.seen_growth != table.growth or table.giving_way.leases:
             return True
         taken = kept_pages[table.budgets.names.index(waiter.budget)]
         return waiter.needed_pages <= table.budgets.headroom(waiter.budget) - taken
@@ -502,7 +502,7 @@ class Admission:
         self.line = kept
         for waiter, waiter.awaits in aside:
             self.side_queue.put(waiter)
-        leases = self._leases.open_leases(claimed)
+        leases = self._leases.grants.open_leases(claimed)
         for waiter, lease in zip(admitted, leases, strict=True):
             waiter.asker.admitted(lease)
         for waiter in hopeless:
@@ -513,7 +513,7 @@ class Admission:
         """The waiter's locked prefix, if there are pages for it after those kept."""
         if not self._may_fit(waiter, kept_pages):
             return None
-        found = self._leases.claim(waiter.claim, kept_pages)
+        found = self._leases.grants.claim(waiter.claim, kept_pages)
         if isinstance(found, Shortage):
             self._note(waiter, found)
             return None

@@ -9,7 +9,7 @@ arena when no remote can write them any more; to the pool where the arena is gon
     pool  --open-->  arena  --receive-->  lent  --delivered, settled, quiet, fenced-->  arena
       ^---close--------'                    '------the same, but the arena is closed--> pool
 
-What must not live here: what moves (``lease_table``).
+What must not live here: what moves (``grants`` opens one, ``lent_pages`` lends of it).
 """
 
 from __future__ import annotations

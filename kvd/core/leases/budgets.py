@@ -3,7 +3,7 @@
 A request is admitted when every one has what it takes; what leases are promised is nobody else's
 headroom.
 
-What must not live here: how pages are obtained (``lease_table``).
+What must not live here: how pages are obtained (``page_supply``).
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class EngineCopies:
         lease.copying.begin(copy)
         self.by_worker.setdefault(got.worker, {})[message.call] = copy
         lease.holders.add(COPY)
-        self._leases.begin_read(lease)
+        self._leases.holders.begin_read(lease)
         return None
 
     def end(self, got: WorkerCopies, message: CopyEnds) -> LeaseRecord | Refusal | None:
@@ -162,7 +162,7 @@ class EngineCopies:
 
         Where an engine writes pages itself, it has said so with its commit.
         """
-        if not self._states or lease.session not in self._leases.by_word:
+        if not self._states or lease.session not in self._leases.commits.by_word:
             return True
         copying, ranks = lease.copying, max(1, len(lease.said))
         if copying is None or not copying.has_saved:
@@ -498,13 +498,13 @@ class EngineCopies:
             )
         )
         # The read first, as at the end of a fetch.
-        self._leases.end_read(lease)
+        self._leases.holders.end_read(lease)
         if copying.under_way:
             return
         if ARRIVAL in lease.holders:
             lease.holders.discard(COPY)  # nothing of it ends: more of it comes
         else:
-            self._leases.release(lease, COPY, "copied")
+            self._leases.holders.release(lease, COPY, "copied")
 
     def _refuse(self, code: Code, message: str, **numbers: int) -> Refusal:
         return Refusal(code, message, side=self._name, numbers=dict(numbers))

@@ -399,9 +399,9 @@ class Fetcher:
         """One copy is over; with the last one a lease that nobody else wants ends."""
         # The read first: the last holder frees all that is held, and would free what is deferred
         # a second time if the read ended after it.
-        self._table.end_read(lease)
+        self._table.holders.end_read(lease)
         if not buffers.resident[lease.id].n_copying:
-            self._table.release(lease, FETCH, "copied")
+            self._table.holders.release(lease, FETCH, "copied")
 
     def _filled(self) -> Buffers:
         """The buffers that a copy was ordered into."""

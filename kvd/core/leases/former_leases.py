@@ -153,7 +153,7 @@ class FormerLeases:
         unproven = self.unproven
         if unproven is not None and not self.may_read():
             self.unproven = None
-            self._table.release(unproven, UNPROVEN, "nobody reads them any more")
+            self._table.holders.release(unproven, UNPROVEN, "nobody reads them any more")
 
     def _grow(self, branches: tuple[Branch, ...]) -> None:
         """The tree; each branch is used later than those before it, and uses its parent."""

@@ -1,7 +1,7 @@
 """Pins: cached prefixes that somebody wants to find again, the last to go and never in the way.
 
 A pin is a lease of nobody's pages: it locks what is cached of a prompt, and **gives way**
-(``lease_table``). So nothing of it is evicted or demoted while a request can have other pages. When
+(``giving_way``). So nothing of it is evicted or demoted while a request can have other pages. When
 one cannot, pins go after all else that gives way, the oldest first, and their pages are cached as
 all others are. A pin that a tier below the pool has all of goes on there; any other is over then.
 
@@ -123,7 +123,7 @@ class Pins:
                 "first, a pin keeps what is there",
             )
         number = self._last + 1
-        lease = leases.open_lease(
+        lease = leases.grants.open_lease(
             Claim(
                 session=session,
                 call=0,
@@ -141,7 +141,7 @@ class Pins:
             return self._refusal(
                 Code.NO_ROOM, "all that is cached of it is promised to leases: pin it later"
             )
-        leases.let_pin_give_way(lease)
+        leases.giving_way.let_pin_give_way(lease)
         self._last = number
         now_s = self._out.at_s
         pin = PinRecord(
@@ -228,7 +228,7 @@ class Pins:
 
     def _end(self, pin: PinRecord, why: str) -> None:
         if pin.lease is not None:
-            self._leases.release(pin.lease, PIN, "unpinned")
+            self._leases.holders.release(pin.lease, PIN, "unpinned")
         self._over(pin, why)
 
     def _over(self, pin: PinRecord, why: str) -> None:

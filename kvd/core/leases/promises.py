@@ -7,7 +7,7 @@ it then. A promise takes none::
                                          | headroom of everybody |  promised             |
 
 Cached KV stays where it is and is found; it gives way when the lease goes on into its promise
-(``LeaseTable.extend``), which cannot fail: free and evictable pages cover all promises, of every
+(``Grants.extend``), which cannot fail: free and evictable pages cover all promises, of every
 component (I10). So whatever makes fewer of them asks first, and what is promised is not there for
 anybody else: a claim, which takes pages; the lock of its prefix, which turns evictable pages into
 protected ones; a commit whose duplicates stay with their lease, as a post still reads them or its
@@ -19,7 +19,7 @@ slides; so it is counted anew whenever the lease has moved. It ends with its eng
 lease and with what takes the lease's pages: a retraction, after which a resume asks for it again.
 Otherwise only pages that are found broken can end it (``cut``), the youngest promise first.
 
-What must not live here: what is taken, evicted and locked (``lease_table``).
+What must not live here: what is taken, evicted and locked (``grants``, ``evictor``).
 """
 
 from __future__ import annotations

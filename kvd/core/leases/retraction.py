@@ -6,7 +6,7 @@ every new request, matches the tree again, and only what the tree no longer has 
 other components, a window or a state, all is copied back.
 
 The lease keeps its number throughout; its state follows ``lease_state.LEASE_STAGES``, and pages
-move in ``saved_area`` and ``lease_table``. There is a copy, a ticket of the transfer process, for
+move in ``saved_area`` and ``retracted``. There is a copy, a ticket of the transfer process, for
 each component with bytes. It is over by its report or by the end of the process. A lease goes on
 when all of its copies are over, and until then neither side's pages are anybody else's.
 """
@@ -133,10 +133,10 @@ class Retractor:
         if message.keep == NOTHING or not tokens:
             # Counted before they go.
             freed_pages = lease.held_pages
-            table.saved.leave(lease, tokens)
+            table.retracted.leave(lease, tokens)
             self._told_retracted(lease, caller, freed_pages)
             return None
-        found = table.saved.begin_save(lease, tokens)
+        found = table.retracted.begin_save(lease, tokens)
         if isinstance(found, Shortage):
             return self._no_room(lease, found)
         if found is not None:
@@ -165,7 +165,7 @@ class Retractor:
                 f"retract of {count(tokens)} tokens on lease {lease.id}, which holds pages for "
                 f"{room_tokens}: extend it before writing",
             )
-        by_word = self._leases.counts_by_word(lease)
+        by_word = self._leases.commits.counts_by_word(lease)
         if message.keep == HOST and by_word and count(tokens) > said_tokens(lease):
             return self._refusal(
                 Code.BAD_REQUEST,
@@ -216,7 +216,7 @@ class Retractor:
                 f"lease {lease.id} is {lease.state.value}: only a retracted one can resume",
             )
         # Before it is queued: a second call for the same lease finds it RESUMING and is refused.
-        self._leases.saved.turn(lease, LeaseTransition.RESUME)
+        self._leases.retracted.turn(lease, LeaseTransition.RESUME)
         claim = Claim(
             session=session,
             call=message.call,
@@ -249,32 +249,32 @@ class Retractor:
 
     def admitted(self, lease: LeaseRecord) -> None:
         """It has a lock and pages again: restore what the tree did not give it."""
-        area = self._leases.saved
+        retracted = self._leases.retracted
         caller = self.callers[lease.id]
         # It has left the queue: if the lease ends while it is restored there is nothing to
         # withdraw.
         caller.waiter = None
-        moved = area.to_restore(lease)
+        moved = self._leases.saved.to_restore(lease)
         if isinstance(moved, Refusal):
             # The tree gave it less than it had, and what is missing was never saved: better none
             # of it than pages that hold somebody else's bytes.
-            area.give_up(lease)
+            retracted.give_up(lease)
             self._answer_failed(lease, moved)
             return
         if moved:
-            area.begin_restore(lease)
+            retracted.begin_restore(lease)
             self._restore(lease, moved)
             return
         # Both are read of what is saved, which ``complete`` drops.
         spared_bytes = lease.saved_bytes
         kv_tokens = self._kv_tokens(lease)
-        area.complete(lease)
+        retracted.complete(lease)
         del self.callers[lease.id]
         self._told_resumed(lease, caller, kv_tokens, 0, spared_bytes)
 
     def not_admitted(self, lease: LeaseRecord, refusal: Refusal) -> None:
         """It stays retracted, and what is saved of it stays saved."""
-        self._leases.saved.turn(lease, LeaseTransition.GIVEN_UP)
+        self._leases.retracted.turn(lease, LeaseTransition.GIVEN_UP)
         self._answer_failed(lease, refusal)
 
     def _restore(self, lease: LeaseRecord, moved: list[SavedMove]) -> None:
@@ -322,7 +322,7 @@ class Retractor:
     def _saved(self, lease: LeaseRecord) -> None:
         # No caller: its engine has let go meanwhile, and the copy only held the pages to its end.
         caller, freed_pages = self.callers.pop(lease.id, None), lease.held_pages
-        self._leases.saved.end_save(lease)
+        self._leases.retracted.end_save(lease)
         if caller is not None:
             self._told_retracted(lease, caller, freed_pages)
 
@@ -330,7 +330,7 @@ class Retractor:
         caller, kv_tokens = self.callers.pop(lease.id, None), self._kv_tokens(lease)
         # Before ``end_restore``, which drops what is saved; so is ``kv_tokens`` above.
         spared_bytes = lease.saved_bytes - n_bytes
-        self._leases.saved.end_restore(lease)
+        self._leases.retracted.end_restore(lease)
         if caller is not None and lease.lost is not None:
             # Its row is cut: what was copied back stands in pages that nobody uses any more.
             self._out.answer(caller.session, client.Failed(caller.call, lease.lost))
@@ -346,17 +346,17 @@ class Retractor:
             Code.INTERNAL, f"the transfer process refused to copy lease {lease.id}: {why}"
         )
         if lease.state is LeaseStage.SAVING:
-            self._leases.saved.cut_save(lease)
+            self._leases.retracted.cut_save(lease)
         else:
-            self._leases.saved.undo_restore(lease)
+            self._leases.retracted.undo_restore(lease)
         self._answer_failed(lease, refusal)
 
     def transfer_gone(self) -> None:
         """The process is reaped: what it saved is not whole, what it restored is done again."""
-        area = self._leases.saved
+        retracted = self._leases.retracted
         for lease in self.copies.cut():
             if lease.state is LeaseStage.SAVING:
-                area.cut_save(lease)
+                retracted.cut_save(lease)
                 self._answer_failed(
                     lease,
                     self._refusal(
@@ -367,11 +367,11 @@ class Retractor:
                 )
             elif ENGINE in lease.holders:
                 # It keeps its pages; what stands in them is anything, so all is copied again.
-                area.turn(lease, LeaseTransition.CUT)
+                retracted.turn(lease, LeaseTransition.CUT)
                 self.uncopied[lease.id] = lease
             else:
                 # Its engine has let go of it: only the copy held it, and nobody wants it restored.
-                area.undo_restore(lease)
+                retracted.undo_restore(lease)
 
     def transfer_ready(self) -> None:
         """The next generation serves: restore what waited for it."""
@@ -402,7 +402,7 @@ class Retractor:
                 self._out.answer(caller.session, client.Failed(caller.call, refusal))
         # No copy was ordered yet, so no report will ever let go of it.
         if self.uncopied.pop(lease.id, None) is not None:
-            self._leases.release(lease, RESTORE, "released")
+            self._leases.holders.release(lease, RESTORE, "released")
 
     # ---- what is said ------------------------------------------------------------------------
 

@@ -8,9 +8,7 @@ lockstep here as well. So a lease has one part per such component, some pages of
     windows  those mapped that its next token looks back at; the null page is never copied
     states   the one that it writes
 
-A lease moves between pool and area in steps, each of them whole: saved pages of every component are
-taken before the first copy begins, the pool's pages are given up when the last is over, and the
-other way round. While copies run both sides belong to the lease.
+What must not live here: when a lease leaves the pool for it and comes back (``retracted``).
 
 Invariants: null + free + saved = total, per pool; no page of the area in two leases; a running
 lease has none; one that is being saved has one of kv for each page of its tokens.
@@ -18,12 +16,11 @@ lease has none; one that is being saved has one of kv for each page of its token
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.cache.lease import RESTORE, SAVE, PageSpan, Saved, SavedPart, Shortage
-from kvd.core.cache.lease_state import LeaseTransition, next_stage
+from kvd.core.cache.lease import PageSpan, Saved, SavedPart, Shortage
 from kvd.core.cache.pages import PagePool
 from kvd.core.layout.spec import (
     Buffer,
@@ -40,9 +37,8 @@ from kvd.types import NO_PAGES, Pages, count, slice_pages
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
-    from kvd.core.components.all_components import AllComponentPages
     from kvd.core.layout.spec import Component, PoolSpec
-    from kvd.core.outbox import Outbox
+    from kvd.core.leases.leased_pool import LeasedPool
     from kvd.types import Tokens
 
 
@@ -54,27 +50,10 @@ class SavedMove(msgspec.Struct, frozen=True):
     slots: Pages
 
 
-class PoolOfLeases(Protocol):
-    """The table of leases, as far as one leaves the pool and comes back to it."""
-
-    @property
-    def components(self) -> AllComponentPages:
-        """What leases have beside the first component."""
-
-    def pages_for(self, n_tokens: int) -> int:
-        """Pages of the first component that hold so many tokens."""
-
-    def vacate(self, lease: LeaseRecord, tokens: Tokens) -> None:
-        """Its lock and its pages go, and it is of ``tokens``."""
-
-    def release(self, lease: LeaseRecord, holder: str, cause: str) -> None:
-        """``holder`` lets go."""
-
-
 class SavedArea:
-    """The pages of the area, and a lease's way into it and out of it."""
+    """The pages of the area, and which of a lease's they stand for."""
 
-    def __init__(self, spec: PoolSpec, table: PoolOfLeases, out: Outbox) -> None:
+    def __init__(self, spec: PoolSpec, leased: LeasedPool) -> None:
         self.pools: dict[str, PagePool] = {}
         """By component: those that can be saved."""
         self._components: dict[str, Component] = {}
@@ -92,8 +71,7 @@ class SavedArea:
                 self.pools[component.name] = PagePool(saved_region(component), max(1, pages))
         self._first = spec.components[0].name
         self._spec = spec
-        self._table = table
-        self._out = out
+        self._leased = leased
 
     def used_pages(self, component: str) -> int:
         """Pages that hold, or are about to hold, what a lease will want back of that component."""
@@ -105,43 +83,49 @@ class SavedArea:
         pool = self.pools.get(component)
         return pool.total_pages - 1 if pool is not None else 0
 
-    # ---- out ---------------------------------------------------------------------------------
+    # ---- what is saved -----------------------------------------------------------------------
 
-    def begin_save(self, lease: LeaseRecord, tokens: Tokens) -> Shortage | Refusal | None:
-        """Take saved pages for all that the lease has of ``tokens``, all or none.
-
-        Nothing else changes yet.
-        """
-        wanted = self._wanted(lease, count(tokens))
+    def spans_to_save(
+        self, lease: LeaseRecord, n_tokens: int
+    ) -> dict[str, PageSpan] | Shortage | Refusal:
+        """By component, the pages that have to be saved; or which of them find no room here."""
+        wanted = self._wanted(lease, n_tokens)
         if isinstance(wanted, Refusal):
             return wanted
         for component, span in wanted.items():
             pool, needed = self.pools[component], count(span.pages)
             if needed > pool.free_pages:
                 return Shortage(needed, pool.free_pages, component)
-        # Before pages are taken: it raises where the lease is in a state that has no way to be
-        # saved.
-        self.turn(lease, LeaseTransition.RETRACT)
+        return wanted
+
+    def take(self, lease: LeaseRecord, tokens: Tokens, spans: dict[str, PageSpan]) -> None:
+        """Pages of the area for these, for which there is room; ``tokens`` are what they hold."""
         parts = tuple(
             SavedPart(component, span.first, self.pools[component].take_pages(count(span.pages)))
-            for component, span in wanted.items()
+            for component, span in spans.items()
         )
         n_pages, n_bytes = self._amount(parts)
         fresh_tokens = self._fresh_tokens(parts, count(tokens))
         lease.saved = Saved(
             tokens=tokens, parts=parts, fresh_tokens=fresh_tokens, n_pages=n_pages, n_bytes=n_bytes
         )
-        lease.holders.add(SAVE)
-        return None
+
+    def drop(self, lease: LeaseRecord) -> None:
+        """Free what it has here."""
+        # Off the lease first: whoever ends it drops too, and pages given back twice are condemned.
+        saved, lease.saved = lease.saved, None
+        if saved is not None:
+            for part in saved.parts:
+                self.pools[part.component].return_pages(part.slots)
 
     def _wanted(self, lease: LeaseRecord, n_tokens: int) -> dict[str, PageSpan] | Refusal:
         """By component, the pages that have to be saved."""
-        table, wanted = self._table, {}
+        leased, wanted = self._leased, {}
         if self._first in self.pools:
             wanted[self._first] = PageSpan(
-                0, slice_pages(lease.page_table, 0, table.pages_for(n_tokens))
+                0, slice_pages(lease.page_table, 0, leased.pages_for(n_tokens))
             )
-        for keeper in table.components.each:
+        for keeper in leased.components.each:
             span = keeper.pages_to_keep(lease, n_tokens)
             if isinstance(span, Refusal):
                 return span
@@ -169,73 +153,6 @@ class SavedArea:
             if isinstance(component.extent, Tail):
                 fresh = min(fresh, part.first * component.page_size)
         return fresh
-
-    def cut_save(self, lease: LeaseRecord) -> None:
-        """The pages were not saved: the lease runs on as before."""
-        self.turn(lease, LeaseTransition.CUT)
-        self.drop(lease)
-        self._table.release(lease, SAVE, "cut")
-
-    def end_save(self, lease: LeaseRecord) -> None:
-        """Its bytes are saved: unlock the prefix, free the pages; if nobody wants it, all of it."""
-        lease.retracted_s = self._out.at_s
-        # The pages before the holder: whoever lets go last forgets the lease.
-        if lease.saved is not None:
-            self._table.vacate(lease, lease.saved.tokens)
-        self.turn(lease, LeaseTransition.SAVED)
-        self._table.release(lease, SAVE, "retracted")
-
-    def leave(self, lease: LeaseRecord, tokens: Tokens) -> None:
-        """Unlock the prefix and free the pages; nothing of them is kept."""
-        lease.retracted_s = self._out.at_s
-        self._table.vacate(lease, tokens)
-        self.turn(lease, LeaseTransition.DROP)
-
-    # ---- and back ----------------------------------------------------------------------------
-
-    def begin_restore(self, lease: LeaseRecord) -> None:
-        """Saved bytes are on their way into its pages."""
-        self.turn(lease, LeaseTransition.ADMITTED)
-        lease.holders.add(RESTORE)
-
-    def end_restore(self, lease: LeaseRecord) -> None:
-        """Its pages hold what was saved: those of the area are free now."""
-        # Before it lets go: if its engine has, this ends the lease, and only of one that is not
-        # RESTORING any more do the windows count as written and may join the tree.
-        self.turn(lease, LeaseTransition.RESTORED)
-        self.drop(lease)
-        self._table.release(lease, RESTORE, "restored")
-
-    def undo_restore(self, lease: LeaseRecord) -> None:
-        """It is not restored: the pages go back, the bytes stay saved for whoever wants them."""
-        # While it is RESTORING still: by that the components know that its windows are blank. In
-        # the next state they would take them for written, and cache them.
-        self._table.vacate(lease, lease.tokens)
-        self.turn(lease, LeaseTransition.REFUSED)
-        self._table.release(lease, RESTORE, "refused")
-
-    def give_up(self, lease: LeaseRecord) -> None:
-        """Its pages cannot take what was saved: they go back, the bytes stay saved."""
-        # As above: before its state says anything else than that its pages are blank.
-        self._table.vacate(lease, lease.tokens)
-        self.turn(lease, LeaseTransition.GIVEN_UP)
-
-    def complete(self, lease: LeaseRecord) -> None:
-        """It needs nothing of what was saved: the tree had all of it."""
-        self.turn(lease, LeaseTransition.COMPLETE)
-        self.drop(lease)
-
-    def drop(self, lease: LeaseRecord) -> None:
-        """Free what it has here."""
-        # Off the lease first: whoever ends it drops too, and pages given back twice are condemned.
-        saved, lease.saved = lease.saved, None
-        if saved is not None:
-            for part in saved.parts:
-                self.pools[part.component].return_pages(part.slots)
-
-    def turn(self, lease: LeaseRecord, turn: LeaseTransition) -> None:
-        """The lease goes on to its next state."""
-        lease.state = next_stage(lease.state, turn)
 
     # ---- what is copied ----------------------------------------------------------------------
 

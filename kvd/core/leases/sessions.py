@@ -167,7 +167,7 @@ class Sessions:
             if lease.session == session.id and FORMER_COPY in lease.holders
         ]
         for lease in held:
-            self._leases.release(lease, FORMER_COPY, "copied")
+            self._leases.holders.release(lease, FORMER_COPY, "copied")
 
     def hung_up_on(self, got: HungUpOn) -> None:
         """It is served no more, and its processes live: what they may write stays held."""
@@ -304,7 +304,7 @@ class Sessions:
         # Who waits for it is told while there is a lease to be named.
         self._fetcher.lease_ends(lease)
         self._retractor.lease_ends(lease)
-        self._leases.release(lease, ENGINE, cause)
+        self._leases.holders.release(lease, ENGINE, cause)
         self._receiving.lease_ended(lease.id)
         # After its release: with the last former lease the unproven pages go, which it may have
         # read.

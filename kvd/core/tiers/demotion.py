@@ -195,7 +195,7 @@ class Demoter:
 
     def evicted(self, nodes: Iterable[tuple[RadixNode, bytes, str]]) -> None:
         """These have left the pool, with their keys where these were known: what is lost by it."""
-        index, in_tier = self.tier.index, self._leases.evictions.in_tier
+        index, in_tier = self.tier.index, self._leases.evictor.evictions.in_tier
         counts, writes = self.tier.counts, self.tier.writes
         for node, key, namespace in nodes:
             if key and index.has(namespace, key):
@@ -217,7 +217,7 @@ class Demoter:
             self._seen = (-1, -1, -1)
         if tier.settings.demotion is Demotion.NEVER or not tier.is_written:
             return
-        now = (leases.growth, leases.releases, leases.evicted_pages)
+        now = (leases.growth, leases.releases, leases.evictor.evicted_pages)
         if now == self._seen:
             return
         ahead = leases.capacity_pages // AHEAD - leases.pool.free_pages
@@ -361,7 +361,7 @@ class Demoter:
             holder=DEMOTION,
         )
         self._quiet.lock(node)
-        lease = leases.add_lease(claim, node, leases.tree.path_pages(node), 0)
+        lease = leases.grants.add_lease(claim, node, leases.tree.path_pages(node), 0)
         move = NodeDemotion(tier, lease, namespace, before, keys, places)
         # Before the order, so that the tier has room for it.
         needed_by = None if tier.settings.is_shared else namespace
@@ -467,7 +467,7 @@ class Demoter:
         anchor, lease.anchor, lease.holders = lease.anchor, None, set()
         assert anchor is not None
         self._quiet.unlock(anchor)
-        self._leases.forget(lease, cause, 0, anchor.id)
+        self._leases.ends.forget(lease, cause, 0, anchor.id)
 
 
 def _uncounted_pages(node: RadixNode | None, counted: set[int]) -> int:

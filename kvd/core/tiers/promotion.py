@@ -354,7 +354,7 @@ class Promotions:
 
     def _open(self, claim: Claim, found: TierPages, n_pages: int) -> LeaseRecord | Shortage:
         end_tokens = found.have_tokens + n_pages * self._leases.page_size
-        return self._leases.open_lease(
+        return self._leases.grants.open_lease(
             Claim(
                 session=0,
                 call=0,
@@ -443,7 +443,7 @@ class Promotions:
             return 0
         before = lease.owned
         upto_tokens = lease.prefix_tokens + n_good * self._leases.page_size
-        said = self._leases.commit(lease, NO_TOKENS, upto_tokens)
+        said = self._leases.commits.commit(lease, NO_TOKENS, upto_tokens)
         return 0 if isinstance(said, Refusal) else lease.owned - before
 
     def _end(self, move: PagePromotion, n_cached: int, cause: str) -> None:
@@ -454,7 +454,7 @@ class Promotions:
             self._go_on(wait, n_cached)
         # Before the lease ends: what has come is locked by it, and now by them.
         self._admission.changed(move.name)
-        self._leases.release(move.lease, PROMOTION, cause)
+        self._leases.holders.release(move.lease, PROMOTION, cause)
         hint = self._hints.pop(move.ticket, None)
         if hint is not None and n_cached:
             self._read_ahead(hint)

@@ -82,7 +82,7 @@ class Tiers:
         """What is still written when the node has left, and its pool ends with it."""
         if self.each:
             leases.tree.components.append(self)
-            leases.below = self
+            leases.grants.below = self
 
     def named(self, name: str) -> StorageTier | None:
         """The tier of that name."""
@@ -182,7 +182,7 @@ class Tiers:
             namespace: what these are called, in whatever epoch; a tier may have more of them.
 
         Returns:
-            As ``LeaseTable.flush``.
+            As ``Evictor.flush``.
         """
         for tier in self.each:
             known = {*tier.index.namespaces(), *[m.namespace for m in self._moving(tier)]}
@@ -198,7 +198,7 @@ class Tiers:
                 tier.flushed(namespace)
         self.promotions.probes.close(keys, namespace)
         self._is_flushing = True
-        flushed = self._leases.flush(keys, namespace)
+        flushed = self._leases.evictor.flush(keys, namespace)
         self._is_flushing = False
         return flushed
 
