@@ -27,9 +27,10 @@ from kvd.core.inspect.inquiries import Inquiries
 from kvd.core.leases.admission import Admission
 from kvd.core.leases.copies import Copies
 from kvd.core.leases.engine_copies import EngineCopies
-from kvd.core.leases.epochs import EpochAnswers, Epochs
+from kvd.core.leases.epochs import Epochs
 from kvd.core.leases.fetch import Fetcher
 from kvd.core.leases.former_leases import FormerLeases
+from kvd.core.leases.kept_answers import KeptAnswers
 from kvd.core.leases.lease_table import LeaseTable
 from kvd.core.leases.owners import Owners
 from kvd.core.leases.pins import Pins
@@ -99,7 +100,7 @@ class NodeParts:
         )
         parts = (self.admission, self.sessions, self.peers, self.decoder, self.prefiller)
         self.drainer: Drainer = Drainer(settings, *parts, self.tiers, out)
-        self.epoch_answers = EpochAnswers(self.epochs, out)
+        self.kept_answers = KeptAnswers(self.epochs, out)
         self.inquiries = Inquiries(self)
         self.audit = StandingAudit(self)
         self.misgiven = one_list(self.leases)

@@ -33,7 +33,8 @@ from kvd.core.inspect.page_states import pools_of
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.why import holders
 from kvd.core.layout.spec import device_number, has_bytes
-from kvd.core.leases.epochs import EpochAnswer, begin_epoch
+from kvd.core.leases.epochs import begin_epoch
+from kvd.core.leases.kept_answers import KeptAnswer
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NULL_PAGE, amount, pack_ids, short
 from kvd.wire import admin
@@ -70,8 +71,8 @@ class Operators:
         if isinstance(answer, Refusal):
             answer = admin.AdminFailed(got.message.call, answer)
         elif isinstance(got.message, admin.RaiseEpoch) and isinstance(answer, admin.Report):
-            self._node.epoch_answers.answer(
-                EpochAnswer(
+            self._node.kept_answers.answer(
+                KeptAnswer(
                     base_of(got.message.namespace),
                     self._out.at_s,
                     report=answer,

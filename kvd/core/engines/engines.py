@@ -19,7 +19,8 @@ from kvd.core.engines.send_verbs import SendVerbs
 from kvd.core.engines.verbs import Verbs
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.why import locked_words
-from kvd.core.leases.epochs import EpochAnswer, begin_epoch
+from kvd.core.leases.epochs import begin_epoch
+from kvd.core.leases.kept_answers import KeptAnswer
 from kvd.core.leases.lease_events import tell_written
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
@@ -240,8 +241,8 @@ class Engines(Verbs):
             self._node.pins.epoch_over(base)
             # Of no use to anybody from now on; what is locked goes when it is the oldest.
             report = self._flush(message.call, base)
-        self._node.epoch_answers.answer(
-            EpochAnswer(base, self._out.at_s, report=report, session=session)
+        self._node.kept_answers.answer(
+            KeptAnswer(base, self._out.at_s, report=report, session=session)
         )
         return None
 
