@@ -178,10 +178,11 @@ class NodeState(NodeParts):
         # Nobody asks for them any more, and nobody should wait until they are the oldest.
         over = epochs.over(roots)
         if over:
-            self.tiers.flush(over)
+            self.tiers.end_epochs(over)
 
     def _epochs_found(self, got: i.EpochsFound) -> None:
         self.epochs.found(got)
+        self.flushes.found(got.flushes, got.at_s)
         self.kept_answers.found(got)
 
     def _unreadable(self, got: i.Unreadable) -> None:

@@ -20,7 +20,7 @@ from kvd.core.engines.verbs import Verbs
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.why import locked_words
 from kvd.core.leases.epochs import begin_epoch
-from kvd.core.leases.kept_answers import KeptAnswer
+from kvd.core.leases.kept_answers import EpochAnswer, FlushAnswer
 from kvd.core.leases.lease_events import tell_written
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
@@ -221,7 +221,11 @@ class Engines(Verbs):
         key = self._epochs.internal(message.namespace)
         if isinstance(key, Refusal):
             return key
-        self._out.answer(session, self._flush(message.call, message.namespace))
+        namespace, tiers = message.namespace, self._node.tiers
+        report = self._dropped(message.call, namespace, tiers.flush)
+        self._node.kept_answers.answer(
+            FlushAnswer(namespace, self._out.at_s, report=report, session=session)
+        )
         return None
 
     def _begin_epoch(self, session: int, message: client.BeginEpoch, _: Tokens) -> Refusal | None:
@@ -240,16 +244,19 @@ class Engines(Verbs):
             begin_epoch(epochs, sends, out, base=base, epoch=epoch, who=who)
             self._node.pins.epoch_over(base)
             # Of no use to anybody from now on; what is locked goes when it is the oldest.
-            report = self._flush(message.call, base)
+            report = self._dropped(message.call, base, self._node.tiers.end_epochs)
         self._node.kept_answers.answer(
-            KeptAnswer(base, self._out.at_s, report=report, session=session)
+            EpochAnswer(base, self._out.at_s, report=report, session=session)
         )
         return None
 
-    def _flush(self, call: int, namespace: str) -> client.FlushReport:
+    def _dropped(
+        self, call: int, namespace: str, drop: Callable[[tuple[str, ...], str], tuple[int, int]]
+    ) -> client.FlushReport:
+        """What nobody locks of a namespace is dropped; what stays, and for whom."""
         keys = keys_meant(namespace, self._leases.tree.roots)
         kept = locked_words(self._node, keys)
-        freed_pages, kept_pages = self._node.tiers.flush(keys, namespace)
+        freed_pages, kept_pages = drop(keys, namespace)
         return client.FlushReport(
             call=call,
             freed_pages=freed_pages,

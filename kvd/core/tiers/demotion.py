@@ -315,7 +315,10 @@ class Demoter:
             aged = joined([keys[place] for place in places])
             self._out.effects.append(
                 effects.AgeObjects(
-                    tier=self.tier.name, namespace=node.namespace, keys=aged, behind=behind
+                    tier=self.tier.name,
+                    namespace=self.tier.stored_as(node.namespace),
+                    keys=aged,
+                    behind=behind,
                 )
             )
 
@@ -374,7 +377,7 @@ class Demoter:
             effects.Demote(
                 ticket=self._moves.begin(move),
                 tier=tier.name,
-                namespace=namespace,
+                namespace=tier.stored_as(namespace),
                 keys=joined([keys[at] for at in places]),
                 pages=Pages(pages),
                 behind=behind,
@@ -419,9 +422,10 @@ class Demoter:
         written = {move.places[at] for at in got.written if 0 <= at < len(move.places)}
         n_there = 0 if move.is_void else self._n_there(move, written)
         index.add(move.namespace, move.keys[:n_there], move.before)
-        # Behind one that is not there nobody looks for it.
-        vain = [move.keys[place] for place in sorted(written) if place >= n_there]
-        self._moves.drop(tier, move.namespace, vain)
+        # Behind one that is not there nobody looks for it. What is void went with its namespace.
+        if not move.is_void:
+            vain = [move.keys[place] for place in sorted(written) if place >= n_there]
+            self._moves.drop(tier, move.namespace, vain)
         if tier.writes is not None and move.share is not None:
             there = [move.keys[place] for place in sorted(written)]
             tier.writes.written(move.share, move.n_objects, there)
@@ -431,7 +435,7 @@ class Demoter:
         tier.counts.unwritten += move.n_objects - len(written)
         took_s = self._out.at_s - move.since_s
         tier.measure_written(got.n_bytes, took_s)
-        tier.was_written(move.ticket, len(written), got.why or "nothing was written")
+        tier.was_written(len(written), got.why or "nothing was written")
         self._out.emit(
             events.PagesDemoted(
                 tier=tier.name,

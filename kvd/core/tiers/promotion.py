@@ -43,6 +43,7 @@ from kvd.wire import events
 if TYPE_CHECKING:
     from kvd.core.inputs import Promoted
     from kvd.core.leases.admission import Admission
+    from kvd.core.leases.flushes import Flushes
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
     from kvd.core.tiers.moves import TierMoves
@@ -146,6 +147,7 @@ class Promotions:
         admission: Admission,
         keys: KeysAtNodes,
         moves: TierMoves,
+        flushes: Flushes,
         out: Outbox,
     ) -> None:
         self._tiers = tiers
@@ -155,7 +157,7 @@ class Promotions:
         self._moves = moves
         self._out = out
         self._page_bytes = leases.page_size * ID_BYTES
-        self.probes = Probes(tiers, self._page_bytes, moves, out)
+        self.probes = Probes(tiers, self._page_bytes, moves, flushes, out)
         self._coming: dict[bytes, PagePromotion] = {}
         """By key, what is being read."""
         self._hints: dict[int, Claim] = {}
@@ -345,7 +347,7 @@ class Promotions:
             effects.Promote(
                 ticket=ticket,
                 tier=tier.name,
-                namespace=claim.namespace,
+                namespace=tier.stored_as(claim.namespace),
                 keys=joined(keys),
                 pages=lease.held,
             )
@@ -390,7 +392,8 @@ class Promotions:
         """The pages are written no more: what is good is cached, and whoever waits goes on."""
         tier, index = move.tier, move.tier.index
         n_good = min([at for at in got.bad if 0 <= at < len(move.keys)], default=len(move.keys))
-        gone = index.forget(move.namespace, move.keys[n_good:])
+        # What is void went with its namespace; by these keys others may have come since.
+        gone = [] if move.is_void else index.forget(move.namespace, move.keys[n_good:])
         # Where none came it may be the store that is silent: what it has may be as good as ever.
         if tier.writes is not None and len(got.bad) < len(move.keys):
             tier.writes.forget([move.keys[at] for at in got.bad if 0 <= at < len(move.keys)])
@@ -401,7 +404,7 @@ class Promotions:
         tier.counts.bad += len(got.bad)
         took_s = self._out.at_s - move.since_s
         tier.measure_read(got.n_bytes, took_s)
-        tier.was_read(move.ticket, n_good, got.why or "nothing was read")
+        tier.was_read(n_good, got.why or "nothing was read")
         n_cached = 0 if move.is_void else self._keep(move.lease, n_good)
         tier.counts.read += n_cached
         self._out.emit(
