@@ -953,6 +953,9 @@ class LeaseTable:
             Pages freed, and pages kept by a lock.
         """
         flushed = self.tree.flush(keys)
+        # Of a key alone an epoch is over: nothing of it is ever asked for.
+        if keys is None or namespace is not None:
+            self.evictions.note_flush(namespace, self._out.at_s)
         self.evictions.left(flushed.nodes, NO_PAGES, 0, FLUSH, self._out.at_s)
         n_freed = count(flushed.pages)
         self.return_pages(flushed.pages)

@@ -197,7 +197,7 @@ class Tiers:
         meant = namespace if self._flushes.has_room(namespace, now_s) else None
         self._drop_below(lambda known: known if meant is None else keys_meant(meant, known))
         for tier in self.each:
-            tier.index.removed.flushed(meant)
+            tier.index.removed.note_flush(meant)
         if self.each:
             self._flushes.note(meant, now_s)
         return self._flush_tree(keys, namespace)
