@@ -1,4 +1,4 @@
-"""What had gone before its namespace was flushed: whoever misses that has lost nothing by its going.
+"""What had gone before its namespace was flushed: who misses it has lost nothing by its going.
 
 Whatever goes is counted, in the pool as in a tier; a flush is known by the last number before it.
 """

@@ -174,6 +174,7 @@ class StorageTier:
         "of_before",
         "read_rate",
         "settings",
+        "shared_out_s",
         "writes",
         "writing",
         "written_rate",
@@ -187,6 +188,8 @@ class StorageTier:
         n_objects = max(1, settings.capacity_bytes // settings.object_bytes)
         is_shared, quotas = settings.is_shared, settings.quotas
         self.index = TierIndex(n_objects, () if is_shared else quotas)
+        self.shared_out_s: float | None = None
+        """When it had other quotas than before; None: it has those of the start."""
         self.writes = StoreWrites(settings.lifetime_s, quotas, out) if is_shared else None
         """What is known of one that nodes share beside the index."""
         self.counts = TierCounts()

@@ -101,8 +101,9 @@ class Tiers:
         for tier in self.each:
             if tier.writes is not None:
                 tier.writes.share_out(of_store)
-            else:
+            elif of_disk != tier.index.quotas:
                 tier.index.share_out(of_disk)
+                tier.shared_out_s = self._out.at_s
 
     # ---- told by the tree --------------------------------------------------------------------
 
