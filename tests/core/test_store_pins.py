@@ -62,6 +62,20 @@ def test_what_is_pinned_is_written_at_once_and_shown(demotion):
     assert not violations(world.d.node)
 
 
+def test_what_is_pinned_is_counted_in_the_store_also_when_all_else_is_forgotten():
+    world = store(demotion=Demotion.ALWAYS)
+    d = world.d
+    cached(d, OTHER)
+    pinned(d)
+    world.pass_time(1.0)
+    for _ in range(30):
+        world.pass_time(LIFETIME_S / 6)
+        assert d.tier.index.n_objects >= 8
+    assert d.tier.index.leading("", keys_of(d, PROMPT)) == 8
+    d.ask(admin.Flush(1, namespace=""))
+    assert d.tier.index.n_objects == 0
+
+
 def test_nothing_is_written_where_nothing_ever_is():
     world = store(demotion=Demotion.NEVER)
     pinned(world.d)

@@ -175,14 +175,15 @@ class Probes:
         self.under_way, self._by_first = {}, {}
         return cut
 
-    def tick(self) -> None:
-        """End a process that answers none, and forget what may not be there any more."""
+    def tick(self) -> list[StorageTier]:
+        """End a process that answers none, and forget what may not be there any more; of which."""
         now_s = self._out.at_s
         for probe in self.under_way.values():
             silent_s = now_s - probe.since_s
             if silent_s >= probe.tier.settings.deadline_s:
                 self._moves.restart(f"{probe.name} of tier {probe.tier.name}", silent_s)
                 break
+        forgotten: list[StorageTier] = []
         for tier in self._tiers:
             lifetime_s = tier.settings.lifetime_s
             # What is known was learned after the last time: none of it is older than that.
@@ -190,3 +191,5 @@ class Probes:
                 self._forgotten_s = now_s
                 for namespace in tier.index.namespaces():
                     tier.index.forget_namespace(namespace)
+                forgotten.append(tier)
+        return forgotten

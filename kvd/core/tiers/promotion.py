@@ -481,7 +481,6 @@ class Promotions:
     def tick(self) -> None:
         """Whoever has waited long enough goes on with what is in the pool."""
         now_s = self._out.at_s
-        self.probes.tick()
         for move in list(self._moves.under_way.values()):
             if not isinstance(move, PagePromotion):
                 continue

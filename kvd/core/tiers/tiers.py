@@ -342,6 +342,9 @@ class Tiers:
     def tick(self) -> None:
         """Deadlines, who has waited long enough, and what is to be written."""
         self.moves.restart_if_silent()
+        for tier in self.promotions.probes.tick():
+            # What this node wrote for its pins lies there, however much else is forgotten.
+            self.pins.link(tier)
         self.promotions.tick()
         if not self.at_stop:
             self.pins.turn()
