@@ -210,11 +210,14 @@ class Demoter:
 
     # ---- what is ordered ---------------------------------------------------------------------
 
+    def look(self) -> None:
+        """See whether what was written to a store is old enough that there is more room."""
+        if self.tier.writes is not None and self.tier.writes.look():
+            self._seen = (-1, -1, -1)
+
     def turn(self) -> None:
         """Order what is to be written now."""
         tier, leases = self.tier, self._leases
-        if tier.writes is not None and tier.writes.look():
-            self._seen = (-1, -1, -1)
         if tier.settings.demotion is Demotion.NEVER or not tier.is_written:
             return
         now = (leases.growth, leases.releases, leases.evicted_pages)
@@ -247,6 +250,10 @@ class Demoter:
         for move in self._writing():
             assert move.lease.anchor is not None
             yield move.lease.anchor.id, len(move.keys)
+
+    def keys_on_their_way(self) -> set[bytes]:
+        """Of all pages that are being written."""
+        return {move.keys[place] for move in self._writing() for place in move.places}
 
     def _choose(self, ahead: int, left: int) -> tuple[list[tuple[RadixNode, list[int]]], bool]:
         """The next victims that lack something, up to ``left`` pages of it, and whether all were.

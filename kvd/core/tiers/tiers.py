@@ -346,6 +346,9 @@ class Tiers:
             # What this node wrote for its pins lies there, however much else is forgotten.
             self.pins.link(tier)
         self.promotions.tick()
+        for demoter in self.demoters:
+            demoter.look()
+        # Before all else, which would take the room below a ceiling first.
         if not self.at_stop:
             self.pins.turn()
         for demoter in self.demoters:
