@@ -317,7 +317,7 @@ class Demoter:
 
     def age(self, node: RadixNode, places: Sequence[int], behind: int) -> None:
         """These of its pages lie in the tier, or are on their way: a stop has come to them."""
-        if not self.tier.settings.is_shared:
+        if self.tier.writes is None:
             keys = self.keys_of(node)
             aged = joined([keys[place] for place in places])
             self._out.effects.append(
@@ -374,7 +374,7 @@ class Demoter:
         lease = leases.add_lease(claim, node, leases.tree.path_pages(node), 0)
         move = NodeDemotion(tier, lease, namespace, before, keys, places)
         # Before the order, so that the tier has room for it.
-        needed_by = None if tier.settings.is_shared else namespace
+        needed_by = None if tier.writes is not None else namespace
         for name, gone in tier.index.reserve(len(places), needed_by, self._out.at_s).items():
             tier.counts.dropped += len(gone)
             self._moves.drop(tier, name, gone)

@@ -149,7 +149,7 @@ class TierMoves:
 
         Not of a tier that is shared: what is there is not ours alone, and goes by its lifetime.
         """
-        if keys and not tier.settings.is_shared:
+        if keys and tier.writes is None:
             self._out.effects.append(
                 effects.DropObjects(tier.name, tier.stored_as(namespace), joined(keys))
             )

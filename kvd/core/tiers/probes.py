@@ -79,7 +79,7 @@ class Probes:
         flushes: Flushes,
         out: Outbox,
     ) -> None:
-        self._tiers = tuple([tier for tier in tiers if tier.settings.is_shared])
+        self._tiers = tuple([tier for tier in tiers if tier.writes is not None])
         self._page_bytes = page_bytes
         self._moves = moves
         self._flushes = flushes

@@ -398,7 +398,7 @@ class Promotions:
         if tier.writes is not None and len(got.bad) < len(move.keys):
             tier.writes.forget([move.keys[at] for at in got.bad if 0 <= at < len(move.keys)])
         self._moves.drop(tier, move.namespace, gone)
-        if not tier.settings.is_shared:
+        if tier.writes is None:
             side = side_of(move.namespace, index.share_of(move.namespace))
             index.removed.went(BAD, gone, side, self._out.at_s)
         tier.counts.bad += len(got.bad)

@@ -191,7 +191,7 @@ class StorageTier:
         self.shared_out_s: float | None = None
         """When it had other quotas than before; None: it has those of the start."""
         self.writes = StoreWrites(settings.lifetime_s, quotas, out) if is_shared else None
-        """What is known of one that nodes share beside the index."""
+        """What is known of one that nodes share beside the index; None: it is this node's alone."""
         self.counts = TierCounts()
         self.left: OrderedDict[int, bytes] = OrderedDict()
         """By the number of a node that has left the pool, the key of its last page, which lay here

@@ -129,7 +129,7 @@ class Tiers:
         for tier in self.each:
             index = tier.index
             side = side_of(claim.namespace, index.share_of(claim.namespace))
-            if not tier.settings.is_shared and index.removed.has_hurt(side):
+            if tier.writes is None and index.removed.has_hurt(side):
                 self._missed_in(tier, claim, anchor)
 
     def _missed_in(self, tier: StorageTier, claim: Claim, anchor: RadixNode) -> None:
