@@ -64,6 +64,64 @@ def test_a_long_one_is_written_in_several_and_where_nothing_is_written_it_is_not
     assert not world.d.tier.index.n_objects
 
 
+@pytest.mark.parametrize("moving", [64, 2])
+def test_after_a_restart_a_known_prompt_is_pinned_out_of_the_tier_by_one_call(moving):
+    world = TieredWorld(d_pages=33, tier=disk(objects=100, moving=moving))
+    d = world.d
+    pinned(d)
+    world.pass_time(3.0)
+    world.restart(d)
+    session = d.attach("pins")
+    d.start_storage(1)
+    assert d.node.leases.tree.probe(PROMPT, "") == 0
+
+    reply = d.call(PinPrefix, PROMPT, ttl_s=TTL_S, session=session)
+    assert (type(reply), reply.tokens) == (PrefixPinned, len(PROMPT) // 4)
+    (state,) = shown(d)
+    assert (state.pages, state.tier) == (8, "disk")
+    assert len(d.node.leases.leases) == 1
+    assert not violations(d.node)
+
+
+def test_who_pins_and_waits_for_no_tier_is_told_that_nothing_is_cached():
+    world = TieredWorld(d_pages=33, tier=disk(objects=100))
+    d = world.d
+    pinned(d)
+    world.restart(d)
+    session = d.attach("pins")
+    d.start_storage(1)
+    reply = d.call(PinPrefix, PROMPT, ttl_s=TTL_S, session=session, tiers="now")
+    assert "nothing is cached of this prompt" in reply.refusal.message
+    reply = d.call(PinPrefix, PROMPT, ttl_s=TTL_S, session=session, tiers="soon")
+    assert "tiers='soon' is none of" in reply.refusal.message
+
+
+@pytest.mark.parametrize("how", ["late", "hung up", "gone"])
+def test_whoever_waits_with_a_pin_waits_for_a_bounded_time_and_holds_nothing(how):
+    world = TieredWorld(d_pages=33, tier=disk(objects=100, wait_s=2.0))
+    d = world.d
+    pinned(d)
+    world.restart(d)
+    session = d.attach("pins")
+    d.start_storage(1)
+    d.hold_storage = True
+    d.call(PinPrefix, PROMPT, ttl_s=TTL_S, session=session)
+    call = d.calls
+    (waiting,) = d.ask(admin.ShowStatus(1)).snapshot.waiting
+    assert "8 pages to be read from tier disk" in str(waiting)
+    assert d.lease(tokens((70_000, PAGE)), session=session), "it stands in front of nobody"
+    if how == "hung up":
+        d.hang_up(session)
+    elif how == "gone":
+        d.stop_storage()
+    else:
+        world.pass_time(2.5)
+    if how != "hung up":
+        assert "nothing is cached of this prompt" in d.answer(call).refusal.message
+    assert not shown(d)
+    assert not violations(d.node)
+
+
 def why_not(side):
     (kept,) = shown(side)[0].kept
     return kept.why, kept.for_s

@@ -14,6 +14,7 @@ from kvd.core import effects
 from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.cache.namespaces import base_of, keys_meant
 from kvd.core.engines.lease_verbs import LeaseVerbs
+from kvd.core.engines.pin_verbs import PinVerbs
 from kvd.core.engines.receive_verbs import ReceiveVerbs
 from kvd.core.engines.send_verbs import SendVerbs
 from kvd.core.engines.verbs import Verbs
@@ -26,7 +27,7 @@ from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.wire import client
 from kvd.wire.attach import CopyBegins, CopyEnds, CopyWaits, KeepsBlocks
-from kvd.wire.pins import PinPrefix, PrefetchPrompt, PrefixPinned, UnpinPrefix
+from kvd.wire.pins import PinPrefix, PrefetchPrompt, UnpinPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +69,7 @@ class Engines(Verbs):
         self._is_radix = self._mode is CacheMode.RADIX
         self._epochs = node.epochs
         self._lease_verbs = leases = LeaseVerbs(node)
-        receives, sends = ReceiveVerbs(node), SendVerbs(node)
+        receives, sends, pins = ReceiveVerbs(node), SendVerbs(node), PinVerbs(node)
         # One verb per request type: Any, because each takes its own type of message.
         self._verbs: dict[type, Callable[[int, Any, Tokens], Refusal | None]] = {
             client.OpenLease: leases.open_lease,
@@ -93,8 +94,8 @@ class Engines(Verbs):
             client.AbortSend: sends.abort_send,
             client.KeepRoom: sends.keep_room,
             client.MatchPrefix: self._match,
-            PinPrefix: self._pin,
-            UnpinPrefix: self._unpin,
+            PinPrefix: pins.pin,
+            UnpinPrefix: pins.unpin,
             PrefetchPrompt: self._prefetch,
             client.AboutPrompt: self._about_prompt,
             client.ForgetPrompts: self._forget_prompts,
@@ -330,21 +331,6 @@ class Engines(Verbs):
             ),
         )
         return None
-
-    def _pin(self, session: int, message: PinPrefix, tokens: Tokens) -> Refusal | None:
-        owner = message.owner or self._sessions.by_id[session].name
-        pin = self._node.pins.pin(session, owner, message.namespace, tokens, message.ttl_s)
-        if isinstance(pin, Refusal):
-            return pin
-        answer = PrefixPinned(call=message.call, pin=pin.id, tokens=pin.tokens)
-        self._out.answer(session, answer)
-        return None
-
-    def _unpin(self, session: int, message: UnpinPrefix, _: Tokens) -> Refusal | None:
-        refusal = self._node.pins.unpin(message.pin, session)
-        if refusal is None:
-            self._out.answer(session, client.Done(message.call))
-        return refusal
 
     def _snapshot(self, session: int, message: client.GetSnapshot, _: Tokens) -> Refusal | None:
         self._out.answer(session, client.Snapshotted(message.call, snapshot(self._node)))
