@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
+from msgspec.structs import asdict
 
 from kvd.config.render import as_file
 from kvd.config.schema import DiskTierSection, StoreTierSection
@@ -21,10 +22,11 @@ from kvd.storage.sizes import object_bytes
 from kvd.types import amount
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from kvd.config.plan import FamilyPlan
     from kvd.config.vllm_plan import VllmPlan
+    from kvd.families import Value
 
 DIRECTORY: Final = "/var/lib/kvd/tiers/disk"
 EPOCHS_DIRECTORY: Final = "/var/lib/kvd"
@@ -96,42 +98,39 @@ def disk_plan(pages: PlannedPages, size: str) -> DiskPlan:
     Raises:
         NotPlanned: it is too small.
     """
-    one = object_bytes(pages.n_bytes)
     max_moving = _moving(pages, DiskTierSection().max_moving)
     n_bytes = size_bytes(size) or 0
     if n_bytes < 2 * (size_bytes(max_moving) or 0):
         raise NotPlanned(
             f"--disk {size} is less than twice what moves at a time, which is {max_moving} here"
         )
-    return DiskPlan(
-        page_bytes=pages.n_bytes,
-        object_bytes=one,
-        objects=n_bytes // one,
-        tokens=n_bytes // one * pages.tokens,
-        max_moving=max_moving,
-        quick_page_tokens=_quick_tokens(pages),
-        toml=as_file(
-            {"tiers.disk": {"directory": DIRECTORY, "size": size, "max_moving": max_moving}}
-        ),
-    )
+    section: dict[str, Value] = {"directory": DIRECTORY, "size": size, "max_moving": max_moving}
+    made = _tier_plan(pages, n_bytes, max_moving, {"tiers.disk": section})
+    return DiskPlan(**asdict(made), quick_page_tokens=_quick_tokens(pages))
 
 
 def store_plan(pages: PlannedPages, size: str) -> TierPlan:
     """A store whose own rules keep it at that size; where it listens nobody has said yet."""
-    one, n_bytes = object_bytes(pages.n_bytes), size_bytes(size) or 0
     max_moving = _moving(pages, StoreTierSection().max_moving)
+    sections: dict[str, dict[str, Value]] = {
+        "cache": {"epochs_directory": EPOCHS_DIRECTORY},
+        "tiers.store": {"endpoint": ENDPOINT, "bucket": BUCKET, "max_moving": max_moving},
+    }
+    return _tier_plan(pages, size_bytes(size) or 0, max_moving, sections)
+
+
+def _tier_plan(
+    pages: PlannedPages, n_bytes: int, max_moving: str, sections: Mapping[str, Mapping[str, Value]]
+) -> TierPlan:
+    """What fits into so many bytes, and the sections to paste."""
+    one = object_bytes(pages.n_bytes)
     return TierPlan(
         page_bytes=pages.n_bytes,
         object_bytes=one,
         objects=n_bytes // one,
         tokens=n_bytes // one * pages.tokens,
         max_moving=max_moving,
-        toml=as_file(
-            {
-                "cache": {"epochs_directory": EPOCHS_DIRECTORY},
-                "tiers.store": {"endpoint": ENDPOINT, "bucket": BUCKET, "max_moving": max_moving},
-            }
-        ),
+        toml=as_file(sections),
     )
 
 

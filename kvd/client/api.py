@@ -621,9 +621,18 @@ class Node:
         )
 
     async def pin(
-        self, tokens: TokenIds | Prompt, *, ttl_s: float, owner: str = "", namespace: str = ""
+        self,
+        tokens: TokenIds | Prompt,
+        *,
+        ttl_s: float,
+        owner: str = "",
+        namespace: str = "",
+        tiers: str = "",
     ) -> PinnedPrefix:
         """Keep what is cached of a prompt, softly: it is the last to be evicted or demoted.
+
+        What lies in a tier below the pool is waited for as in ``lease`` (``tiers``), and takes the
+        room of what is evicted. So a prompt that is known is pinned anew by this after a restart.
 
         A request that can have no other pages takes these, and the pin is over (``pin-ended``), or
         goes on in a tier that has all of it (``pin-left-pool``). It ends after ``ttl_s``, by
@@ -635,7 +644,7 @@ class Node:
                 ``not-supported`` by a pool that has windows or states.
         """
         call, ttl_s = self._port.connection.next_call(), seconds(ttl_s, "ttl_s")
-        request = PinPrefix(call=call, namespace=namespace, ttl_s=ttl_s, owner=owner)
+        request = PinPrefix(call=call, namespace=namespace, ttl_s=ttl_s, owner=owner, tiers=tiers)
         prompt = address_of(self._pools, tokens, None, None)
         found = (await perform_about(self._port, request, prompt)).answer.value
         if not isinstance(found, PrefixPinned):

@@ -901,10 +901,16 @@ class SyncNode:
         return PendingCall(self._channel, self.wrapped.new_epoch(namespace, epoch))
 
     def begin_pin(
-        self, tokens: TokenIds | Prompt, *, ttl_s: float, owner: str = "", namespace: str = ""
+        self,
+        tokens: TokenIds | Prompt,
+        *,
+        ttl_s: float,
+        owner: str = "",
+        namespace: str = "",
+        tiers: str = "",
     ) -> PendingCall[PinnedPrefix]:
         """Begin ``Node.pin``."""
-        verb = self.wrapped.pin(tokens, ttl_s=ttl_s, owner=owner, namespace=namespace)
+        verb = self.wrapped.pin(tokens, ttl_s=ttl_s, owner=owner, namespace=namespace, tiers=tiers)
         return PendingCall(self._channel, verb)
 
     def begin_unpin(self, pin: PinnedPrefix) -> PendingCall[PinnedPrefix]:

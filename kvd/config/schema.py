@@ -110,7 +110,8 @@ class CacheSection(msgspec.Struct, frozen=True):
         None
     )
     """Where NAME.epochs is kept, which tells the next daemon of this node the epochs of its
-    namespaces. Left out: beside sockets.client, which a restart of the host empties."""
+    namespaces, and what was flushed of its tiers. Left out: beside sockets.client, which a restart
+    of the host empties."""
 
 
 class DiskTierSection(msgspec.Struct, frozen=True):

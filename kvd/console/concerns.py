@@ -494,7 +494,7 @@ def tier_thrash(context: Context) -> Iterator[Concern]:
             kind="cache-thrashing",
             subject=f"pool:{node.leases.pool.name}",
             evidence=f"tier {tier.name}: "
-            f"{tier_thrash_words(tier, worst, node.leases.page_size)}{more}",
+            f"{tier_thrash_words(tier, worst, node.leases.page_size, context.now_s)}{more}",
             since_s=min([pair.since_s for pair in pairs]),
             rule="what was removed from a tier is not asked for again before as much as it holds "
             "has gone",

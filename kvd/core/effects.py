@@ -248,12 +248,27 @@ class NoteEnded(msgspec.Struct, frozen=True, tag="NoteEnded"):
     lease: int
 
 
+class KeptFlush(msgspec.Struct, frozen=True):
+    """A flush of a namespace that a tier may have something of, or of all: None.
+
+    What was written to a tier of this node alone since then bears ``mark``.
+    """
+
+    namespace: str | None
+    mark: str
+    ago_s: float
+
+
 class KeepEpochs(msgspec.Struct, frozen=True, tag="KeepEpochs"):
-    """Write down the epoch of each base, for the next daemon of this node; say ``EpochsKept``."""
+    """Write down the epoch of each base, for the next daemon of this node; say ``EpochsKept``.
+
+    And what was flushed.
+    """
 
     ticket: int
     by_base: dict[str, int] = msgspec.field(name="by_family")
     """By base of namespaces; recordings have the other name."""
+    flushes: tuple[KeptFlush, ...] = ()
 
 
 class Demote(msgspec.Struct, frozen=True, tag="Demote"):

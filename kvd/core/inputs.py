@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from kvd.core.effects import KeptFlush
 from kvd.core.layout.quota import Quota
 from kvd.errors import Refusal
 from kvd.types import NO_TOKENS, Pages, Tokens
@@ -502,6 +503,8 @@ class EpochsFound(TimedInput, frozen=True, tag="EpochsFound"):
     by_base: dict[str, int] = msgspec.field(name="by_family")
     """By base; recordings have the other name."""
     is_first: bool = False
+    flushes: tuple[KeptFlush, ...] = ()
+    """What it had flushed, and how long ago by now."""
 
 
 class EpochsKept(TimedInput, frozen=True, tag="EpochsKept"):

@@ -79,7 +79,7 @@ class NodeState(NodeParts):
             i.ClientCameBack: self.sessions.returned,
             i.PoolAdopted: self._pool_adopted,
             i.EpochsFound: self._epochs_found,
-            i.EpochsKept: self.epoch_answers.written,
+            i.EpochsKept: self.kept_answers.written,
             i.FromOperator: self.operators.request,
             i.StopAsked: self.drainer.stop_node,
             i.FromPeer: self._from_peer,
@@ -174,15 +174,16 @@ class NodeState(NodeParts):
         self.former_leases.take_over(got)
         epochs, roots = self.epochs, self.leases.tree.roots
         if epochs.learn(roots):
-            self.epoch_answers.write()
+            self.kept_answers.write()
         # Nobody asks for them any more, and nobody should wait until they are the oldest.
         over = epochs.over(roots)
         if over:
-            self.tiers.flush(over)
+            self.tiers.end_epochs(over)
 
     def _epochs_found(self, got: i.EpochsFound) -> None:
         self.epochs.found(got)
-        self.epoch_answers.found(got)
+        self.flushes.found(got.flushes, got.at_s)
+        self.kept_answers.found(got)
 
     def _unreadable(self, got: i.Unreadable) -> None:
         self.refused += 1
@@ -374,7 +375,7 @@ class NodeState(NodeParts):
         self.decoder.quarantines.exempt()
         self.prefiller.tick()
         self.inquiries.tick()
-        self.epoch_answers.tick()
+        self.kept_answers.tick()
         self.drainer.tick()
         if self.tiers.each:
             self._tick_tiers()

@@ -27,9 +27,11 @@ from kvd.core.inspect.inquiries import Inquiries
 from kvd.core.leases.admission import Admission
 from kvd.core.leases.copies import Copies
 from kvd.core.leases.engine_copies import EngineCopies
-from kvd.core.leases.epochs import EpochAnswers, Epochs
+from kvd.core.leases.epochs import Epochs
 from kvd.core.leases.fetch import Fetcher
+from kvd.core.leases.flushes import Flushes
 from kvd.core.leases.former_leases import FormerLeases
+from kvd.core.leases.kept_answers import KeptAnswers
 from kvd.core.leases.lease_table import LeaseTable
 from kvd.core.leases.owners import Owners
 from kvd.core.leases.pins import Pins
@@ -74,7 +76,8 @@ class NodeParts:
         self.owners = Owners(settings.name, leases, open_sessions, self.former_leases, out)
         self.admission = Admission(settings, leases, self.owners, out)
         self.epochs = Epochs(settings.name)
-        self.tiers = Tiers(settings, leases, self.admission, self.epochs, out)
+        self.flushes = Flushes(settings.incarnation, settings.tiers)
+        self.tiers = Tiers(settings, leases, self.admission, self.epochs, self.flushes, out)
         self.pins = Pins(settings.name, leases, open_sessions, self.tiers.pins, out)
         self.peers = Peers(settings, out)
         self.ways = Ways(out)
@@ -101,7 +104,7 @@ class NodeParts:
         )
         parts = (self.admission, self.sessions, self.peers, self.decoder, self.prefiller)
         self.drainer: Drainer = Drainer(settings, *parts, self.tiers, out)
-        self.epoch_answers = EpochAnswers(self.epochs, out)
+        self.kept_answers = KeptAnswers(settings.name, self.epochs, self.flushes, out)
         self.inquiries = Inquiries(self)
         self.audit = StandingAudit(self)
         self.misgiven = one_list(self.leases)

@@ -33,7 +33,8 @@ from kvd.core.inspect.page_states import pools_of
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.why import holders
 from kvd.core.layout.spec import device_number, has_bytes
-from kvd.core.leases.epochs import EpochAnswer, begin_epoch
+from kvd.core.leases.epochs import begin_epoch
+from kvd.core.leases.kept_answers import EpochAnswer, FlushAnswer
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NULL_PAGE, amount, pack_ids, short
 from kvd.wire import admin
@@ -69,17 +70,23 @@ class Operators:
         answer = self._answer(got.message)
         if isinstance(answer, Refusal):
             answer = admin.AdminFailed(got.message.call, answer)
-        elif isinstance(got.message, admin.RaiseEpoch) and isinstance(answer, admin.Report):
-            self._node.epoch_answers.answer(
-                EpochAnswer(
-                    base_of(got.message.namespace),
-                    self._out.at_s,
-                    report=answer,
-                    operator=got.operator,
-                )
-            )
+        elif isinstance(answer, admin.Report):
+            self._tell_when_kept(got, answer)
             return
         self._out.effects.append(effects.AnswerOperator(got.operator, answer))
+
+    def _tell_when_kept(self, got: FromOperator, report: admin.Report) -> None:
+        """What holds over a restart is told when it is on disk, all else at once."""
+        message, operator, now_s = got.message, got.operator, self._out.at_s
+        answers = self._node.kept_answers
+        if isinstance(message, admin.RaiseEpoch):
+            base = base_of(message.namespace)
+            answers.answer(EpochAnswer(base, now_s, report=report, operator=operator))
+        elif isinstance(message, admin.Flush):
+            namespace = message.namespace
+            answers.answer(FlushAnswer(namespace, now_s, report=report, operator=operator))
+        else:
+            self._out.effects.append(effects.AnswerOperator(operator, report))
 
     def _answer(self, message: Any) -> admin.AdminReply | Refusal:
         """Any: each verb takes its own type of message."""
@@ -207,7 +214,7 @@ def raise_epoch(node: NodeView, got: admin.RaiseEpoch) -> VerbPlan | Refusal:
         who = "an operator"
         begin_epoch(epochs, node.prefiller, node.out, base=base, epoch=epoch, who=who)
         node.pins.epoch_over(base)
-        node.tiers.flush(keys, base)
+        node.tiers.end_epochs(keys, base)
 
     return VerbPlan(report, begin)
 

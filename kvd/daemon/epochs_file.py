@@ -1,16 +1,21 @@
-"""The file in which a daemon keeps the epochs of namespaces for the one after it.
+"""The file in which a daemon keeps for the one after it the epochs of namespaces, and its flushes.
 
     write      NAME.epochs.new, fsync --> renamed over NAME.epochs --> fsync of the directory
     read       before anything is served; one that is damaged is not guessed at
 
-A daemon that began in an older epoch would find KV of old weights, and pull it from others: so an
-epoch is answered when it is here (``core.leases.epochs``), and a daemon that cannot read this file
-does not start. It is read on the loop, once, and written in a thread: a disk may take its time.
+A daemon that began in an older epoch would find KV of old weights, and pull it from others; one
+that knew no flush would find what was flushed in its tiers. So both are answered when they are here
+(``core.leases.kept_answers``), and a daemon that cannot read this file does not start. It is read
+on the loop, once, and written in a thread: a disk may take its time.
+
+How long ago a flush was is counted by the clock of the host since its start, which nobody sets;
+from one start to another by the calendar. Where that was set back in between no time has passed: a
+flush then counts for longer than it need.
 
 Whoever writes it writes all of it, so it has one daemon at a time: NAME.epochs.lock is held while
 that lives, also where two daemons of one name have sockets of their own.
 
-What must not live here: what an epoch means.
+What must not live here: what an epoch means, and a flush.
 """
 
 from __future__ import annotations
@@ -20,13 +25,16 @@ import contextlib
 import fcntl
 import os
 import stat
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
 
 from kvd.config.address import IPC
+from kvd.core.effects import KeptFlush
 from kvd.core.inputs import EpochsFound, EpochsKept
 from kvd.core.leases.epochs import MAX_EPOCH
 from kvd.daemon.socket_activation import UnfitConfig
@@ -39,6 +47,35 @@ if TYPE_CHECKING:
 FORMAT: Final = 1
 _MODE: Final = 0o600
 
+_HOST_START: Final = Path("/proc/sys/kernel/random/boot_id")
+_HOST_CLOCK: Final = time.CLOCK_BOOTTIME
+
+
+class WrittenAt(msgspec.Struct, frozen=True):
+    """When a file was written: by the calendar, and since which start of the host."""
+
+    calendar_s: float
+    host: str
+    host_s: float
+
+    @classmethod
+    def now(cls) -> WrittenAt:
+        """This moment."""
+        return cls(time.time(), _HOST_START.read_text().strip(), time.clock_gettime(_HOST_CLOCK))
+
+    def passed_s(self, now: WrittenAt) -> float:
+        """How long ago it was, then."""
+        is_same = self.host == now.host
+        passed_s = now.host_s - self.host_s if is_same else now.calendar_s - self.calendar_s
+        return max(0.0, passed_s)
+
+
+class KeptFlushes(msgspec.Struct, frozen=True):
+    """What was flushed, and how long before that was written."""
+
+    flushes: tuple[KeptFlush, ...]
+    written: WrittenAt
+
 
 class KeptEpochs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is in the file, as JSON."""
@@ -46,6 +83,16 @@ class KeptEpochs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epochs: dict[str, Annotated[int, Meta(ge=0, le=MAX_EPOCH)]]
     """By base of namespaces."""
     format: Annotated[int, Meta(ge=FORMAT, le=FORMAT)] = FORMAT
+    flushed: KeptFlushes | UnsetType = UNSET
+    """Left out where nothing was that a tier could have."""
+
+    def flushes(self, now: WrittenAt) -> tuple[KeptFlush, ...]:
+        """What was flushed, and how long ago by now."""
+        flushed = self.flushed
+        if flushed is UNSET:
+            return ()
+        passed_s = flushed.written.passed_s(now)
+        return tuple([replace(flush, ago_s=flush.ago_s + passed_s) for flush in flushed.flushes])
 
 
 class EpochsFile:
@@ -120,7 +167,7 @@ class EpochsFile:
             except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise self._unfit(f"is damaged: {error}") from error
 
-    def write(self, epochs: dict[str, int]) -> None:
+    def write(self, epochs: dict[str, int], flushes: tuple[KeptFlush, ...] = ()) -> None:
         """Put these in its place; a crash of the host then leaves them there.
 
         Raises:
@@ -128,7 +175,9 @@ class EpochsFile:
             UnfitConfig: they are another daemon's.
         """
         self.lock()
-        said = msgspec.json.format(msgspec.json.encode(KeptEpochs(epochs))) + b"\n"
+        flushed = KeptFlushes(flushes, WrittenAt.now()) if flushes else UNSET
+        kept = KeptEpochs(epochs, flushed=flushed)
+        said = msgspec.json.format(msgspec.json.encode(kept)) + b"\n"
         fresh = self.path.with_name(f"{self.path.name}.new")
         with contextlib.suppress(FileNotFoundError):
             fresh.unlink()  # of a daemon that was killed while it wrote
@@ -179,13 +228,22 @@ class EpochKeeper:
                     f"{self._file.path} cannot be written ({error.strerror}), and no epoch of a "
                     "namespace outlives this daemon: set cache.epochs_directory to one that can"
                 ) from error
-        epochs = {} if kept is None else kept.epochs
-        self._reactor.feed(EpochsFound(self._reactor.clock(), epochs, is_first=kept is None))
+        found = kept or KeptEpochs({})
+        self._reactor.feed(
+            EpochsFound(
+                at_s=self._reactor.clock(),
+                by_base=found.epochs,
+                is_first=kept is None,
+                flushes=found.flushes(WrittenAt.now()),
+            )
+        )
 
     def keep(self, effect: KeepEpochs) -> None:
         """Write them in a thread, and say how it went."""
         loop = asyncio.get_running_loop()
-        write = self._write = loop.run_in_executor(None, self._file.write, effect.by_base)
+        write = self._write = loop.run_in_executor(
+            None, self._file.write, effect.by_base, effect.flushes
+        )
 
         def over(done: asyncio.Future[None]) -> None:
             error = None if done.cancelled() else done.exception()

@@ -31,6 +31,7 @@ class Faults:
             "fence": lambda host: self._ask(host, admin.Fence(1)),
             "evict": lambda host: self._ask(host, admin.Evict(1, self._rng.randint(1, 10))),
             "flush": lambda host: self._ask(host, admin.Flush(1)),
+            "flush-one": self._flush_one,
             "pin": self._pin,
             "unpin": self._unpin,
             "abort": self._abort,
@@ -126,6 +127,23 @@ class Faults:
             asked = admin.Pin(call=1, kind="node", id=edge.id, ttl_s=ttl_s, who="simulated")
             self._ask(host, asked)
 
+    def _flush_one(self, host: SimHost) -> None:
+        """A namespace is flushed, perhaps while no storage process serves; often the end is near.
+
+        So what lies below was not removed yet, and the next daemon must know of the flush.
+        """
+        rng = self._rng
+        if rng.random() < 0.5:
+            host.restart_storage("it crashed")
+        flush = admin.Flush(1, namespace=rng.choice((None, "", "lora")))
+        self._world.agenda.after(0.1 * rng.random(), self._ask, host, flush)
+        if rng.random() < 0.7:
+            self._world.agenda.after(0.1 + 0.2 * rng.random(), self._die_at_once, host, host.life)
+
+    def _die_at_once(self, host: SimHost, life: int) -> None:
+        if host.is_up and host.life == life:
+            self._daemon(host)
+
     def _unpin(self, host: SimHost) -> None:
         pins = list(host.node.pins.by_id)
         if pins:
@@ -137,7 +155,7 @@ class Faults:
         self._ask(host, admin.AbortRoom(1, room, "simulated"))
 
     def _ask(self, host: SimHost, request: admin.AdminRequest) -> None:
-        if self._is_awake(host):
+        if host.is_up and self._is_awake(host):
             host.ask(request)
 
     def _is_awake(self, host: SimHost) -> bool:

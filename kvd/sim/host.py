@@ -18,6 +18,7 @@ from kvd.core.audit.invariants import violations
 from kvd.core.audit.rules import is_uncounted
 from kvd.core.handoff.drain import SETTLE_S
 from kvd.core.inspect.page_states import pools_of
+from kvd.core.leases.flushes import FlushMark
 from kvd.core.peers.peer import Agent
 from kvd.errors import Code, Refusal
 from kvd.sim.engine import SimSession
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 STOP_S = 0.5
 """So long a daemon that is asked to end drains at most, and is down then."""
 
+KEEP_S = 0.1
+"""At most, until what a node wants kept is on disk."""
+
 TICK_S = 0.05
 """As often as the daemon ticks."""
 
@@ -53,6 +57,13 @@ LINGERS_S = 1.0
 SWEEPS, SWEEP_WORK = 0.2, 40
 """Share of ticks with a turn of the standing audit, and so little work at each that every sweep is
 cut in the middle of its phases."""
+
+
+class EpochsWrite(msgspec.Struct, frozen=True):
+    """What a node wants kept, on its way to a disk."""
+
+    ticket: int
+    flushed: dict[str | None, FlushMark]
 
 
 class SimHost(NodeShell):
@@ -83,6 +94,9 @@ class SimHost(NodeShell):
         self.disks: dict[str, SimDisk[int]] = {
             tier.name: self._disk_of(tier) for tier in settings.tiers
         }
+        self.flushed: dict[str | None, FlushMark] = {}
+        """What its disk of epochs has."""
+        self._writing: EpochsWrite | None = None
         self._n_sessions = self._n_workers = 0
         self._seq = 0
         self._balance = (-1, -1)
@@ -111,6 +125,8 @@ class SimHost(NodeShell):
         self._seq = 0
         self._balance = (-1, -1)
         self._n_sessions = 0
+        if self.flushed:
+            self._find_flushes()
         self.attach()
         self.transfer = SimTransferProcess(self, 1)
         self.transfer.start("start")
@@ -139,6 +155,9 @@ class SimHost(NodeShell):
     def crash(self) -> None:
         """The daemon dies with its engines and its transfer process."""
         self.is_up = False
+        if self._writing is not None and self.world.rng.random() < 0.5:
+            self.flushed = self._writing.flushed  # and nobody was told
+        self._writing = None
         self.session.die()
         self.transfer.die()
         if self.storage is not None:
@@ -279,6 +298,36 @@ class SimHost(NodeShell):
         if self.life == life and self.is_up and self.transfer is old:
             self.transfer = SimTransferProcess(self, old.generation + 1)
             self.transfer.start(why)
+
+    def _find_flushes(self) -> None:
+        """The daemon before has kept them."""
+        now_s = self.world.agenda.now_s
+        flushes = [
+            effects.KeptFlush(namespace=name, mark=of.mark, ago_s=now_s - of.at_s)
+            for name, of in self.flushed.items()
+        ]
+        self.feed(inputs.EpochsFound(at_s=now_s, by_base={}, flushes=tuple(flushes)))
+
+    @override
+    def keep_epochs(self, effect: effects.KeepEpochs) -> None:
+        agenda = self.world.agenda
+        flushed = {
+            flush.namespace: FlushMark(flush.mark, agenda.now_s - flush.ago_s)
+            for flush in effect.flushes
+        }
+        self._writing = write = EpochsWrite(effect.ticket, flushed)
+        agenda.after(KEEP_S * self.world.rng.random(), self._kept, write, self.life)
+
+    def _kept(self, write: EpochsWrite, life: int) -> None:
+        """It is on disk, and is said, when the daemon is awake."""
+        agenda = self.world.agenda
+        if self.life != life or not self.is_up:
+            return
+        if self.asleep_until_s > agenda.now_s:
+            agenda.at(self.asleep_until_s, self._kept, write, life)
+            return
+        self.flushed, self._writing = write.flushed, None
+        self.feed(inputs.EpochsKept(agenda.now_s, write.ticket))
 
     def damage(self, place: int) -> None:
         """An object of one of its tiers lies from now on, or is gone."""

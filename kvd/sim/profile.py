@@ -23,8 +23,8 @@ FAULTS = (
     "agent",
 )
 """What ``faults`` can do to a node; beside these, ``worker`` and ``deaf`` to engines that copy,
-``storage`` and ``damage`` to a tier below the pool, ``pin`` and ``unpin`` to what is cached, and
-``stop`` asks a daemon to end."""
+``storage`` and ``damage`` to a tier below the pool, ``pin``, ``unpin`` and ``flush-one`` (a
+namespace) to what is cached, and ``stop`` asks a daemon to end."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +103,7 @@ _TIERED = Profile(
     faults_per_s=1.5,
     faults=(
         *("storage", "damage", "damage", "flush", "evict", "engine", "daemon", "transfer"),
-        *("suspend", "abort", "pin"),
+        *("suspend", "abort", "pin", "flush-one"),
     ),
     longest_trouble_s=1.5,
     slow_posts=0.1,
@@ -230,7 +230,7 @@ PROFILES = {
         _TIERED,
         faults=(
             *("storage", "damage", "flush", "evict", "evict", "engine", "daemon", "transfer"),
-            *("suspend", "abort", "pin"),
+            *("suspend", "abort", "pin", "flush-one"),
         ),
         failing_posts=0.0,
         doubts=0.0,
@@ -244,6 +244,7 @@ PROFILES = {
         faults=(
             *("storage", "damage", "damage", "flush", "engine", "daemon", "transfer"),
             *("evict", "evict", "evict", "stop", "stop", "stop", "suspend", "abort"),
+            "flush-one",
         ),
         requests_per_s=10.0,
         pulls=0.3,
@@ -255,7 +256,7 @@ PROFILES = {
         faults=(
             *("storage", "storage", "damage", "damage", "damage", "flush", "engine", "daemon"),
             *("transfer", "evict", "evict", "evict", "stop", "stop", "suspend", "abort", "pin"),
-            "unpin",
+            *("unpin", "flush-one"),
         ),
         requests_per_s=10.0,
         pulls=0.2,

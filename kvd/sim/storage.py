@@ -14,8 +14,12 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+import msgspec
+
 from kvd.core import effects, inputs
+from kvd.core.leases.flushes import last_flush
 from kvd.core.tiers.keys import each_key
+from kvd.core.tiers.tier import parted
 from kvd.sim.contents import TORN
 from kvd.sim.violation import require
 from kvd.types import page_ids
@@ -47,6 +51,8 @@ class SimDisk(Generic[C]):
         """Those that will not verify."""
         self._used: dict[tuple[str, bytes], Use] = {}
         """Of each that is there."""
+        self.ordered_s: dict[tuple[str, bytes], float] = {}
+        """When it was ordered to be written."""
         self._clock = self._stop = 0
         """Of orders, and of the first one of a stop."""
 
@@ -87,6 +93,7 @@ class SimDisk(Generic[C]):
     def remove(self, namespace: str, key: bytes) -> None:
         """It is gone, if it was there."""
         self.objects.pop((namespace, key), None)
+        self.ordered_s.pop((namespace, key), None)
         self._used.pop((namespace, key), None)
         self.damaged.discard((namespace, key))
 
@@ -176,14 +183,21 @@ class SimStorageProcess:
             lane.ready()
 
 
+class LaneOrder(msgspec.Struct, frozen=True):
+    """One order, when it was given, and what the pages of one that writes objects held then."""
+
+    order: effects.StorageOrder
+    held: list[int]
+    at_s: float
+
+
 class SimTierLane:
     """What one storage process does with one tier, an order after the other."""
 
     def __init__(self, process: SimStorageProcess, disk: SimDisk[int], *, is_shared: bool) -> None:
         self.host = process.host
         self.disk = disk
-        self.orders: list[tuple[effects.StorageOrder, list[int]]] = []
-        """In order, with what the pages of one that writes objects held when it was ordered."""
+        self.orders: list[LaneOrder] = []
         self._process = process
         self._is_shared = is_shared
         self._agenda = process.host.world.agenda
@@ -194,14 +208,15 @@ class SimTierLane:
 
     def cut(self) -> None:
         """Its process was killed."""
-        for order, _ in self.orders[:1]:
+        for taken in self.orders[:1]:
+            order = taken.order
             if isinstance(order, effects.Promote) and self._is_busy:
                 self._check_owner(order)
                 pages = page_ids(order.pages)
                 self.host.memory.first[pages[int(len(pages) * self._random())]] = TORN
             elif isinstance(order, effects.Demote) and self._is_busy:
                 n_whole = int(len(each_key(order.keys)) * self._random())
-                self._write(order, n_whole)
+                self._write(order, n_whole, taken.at_s)
                 if self._is_shared:
                     self.disk.damaged.add((order.namespace, each_key(order.keys)[n_whole]))
         self.orders.clear()
@@ -211,10 +226,13 @@ class SimTierLane:
         if isinstance(order, effects.PaceWrites):
             self._write_share = order.share
             return
+        if isinstance(order, effects.Promote):
+            self._check_flush(order)
         memory = self.host.memory.first
         is_demotion = isinstance(order, effects.Demote)
         pages = page_ids(order.pages) if isinstance(order, effects.Demote) else []
-        self.orders.append((order, [memory[page] for page in pages] if is_demotion else []))
+        held = [memory[page] for page in pages] if is_demotion else []
+        self.orders.append(LaneOrder(order, held, self._agenda.now_s))
         self._begin()
 
     def _begin(self) -> None:
@@ -225,7 +243,7 @@ class SimTierLane:
         if is_stormy and dice < NEVER:
             return
         longest_s = SLOW_S if is_stormy and dice < NEVER + SLOW else ORDER_S
-        if isinstance(self.orders[0][0], effects.Demote):
+        if isinstance(self.orders[0].order, effects.Demote):
             longest_s /= self._write_share
         self._agenda.after(longest_s * self._random(), self._process.told, self._carry_out)
 
@@ -238,31 +256,29 @@ class SimTierLane:
         self.host.feed(inputs.TierReady(now_s, name, self._process.generation))
 
     def _carry_out(self) -> None:
-        order, held = self.orders.pop(0)
+        taken = self.orders.pop(0)
         self._is_busy = False
-        report = self._carried_out(order, held)
+        report = self._carried_out(taken)
         if report is not None:
             self.host.feed(report)
         if self._process.is_alive:
             self._begin()
 
-    def _carried_out(
-        self, order: effects.StorageOrder, held: list[int]
-    ) -> inputs.StorageReport | None:
+    def _carried_out(self, taken: LaneOrder) -> inputs.StorageReport | None:
         """Do it; what is said of it."""
-        match order:
-            case effects.Demote():
-                return self._demote(order, held)
-            case effects.Promote():
+        match taken.order:
+            case effects.Demote() as order:
+                return self._demote(order, taken)
+            case effects.Promote() as order:
                 return self._promote(order)
-            case effects.DropObjects():
+            case effects.DropObjects() as order:
                 self.disk.drop(order)
-            case effects.AgeObjects():
+            case effects.AgeObjects() as order:
                 self.disk.age(order)
-            case effects.DropNamespace():
+            case effects.DropNamespace() as order:
                 if not self._is_shared:
                     self.disk.drop_namespace(order.namespace)
-            case effects.ProbeTier():
+            case effects.ProbeTier() as order:
                 return self._probe(order)
             case effects.PaceWrites():
                 pass  # since it was ordered
@@ -282,18 +298,18 @@ class SimTierLane:
             return 0, "the store is silent"
         return int((n_keys + 1) * self._random()), ""
 
-    def _demote(self, order: effects.Demote, held: list[int]) -> inputs.Demoted:
+    def _demote(self, order: effects.Demote, taken: LaneOrder) -> inputs.Demoted:
         self._check_owner(order)
         memory, pages = self.host.memory.first, page_ids(order.pages)
         name = self.host.name
         require(
-            [memory[page] for page in pages] == held,
+            [memory[page] for page in pages] == taken.held,
             f"{name}: pages {pages} were overwritten while order {order.ticket} read them",
         )
         n_written = len(pages)
         if self.host.world.is_stormy and self._random() < FAILS:
             n_written = int(n_written * self._random())
-        self._write(order, n_written)
+        self._write(order, n_written, taken.at_s)
         why = "" if n_written == len(pages) else "no space left on device"
         written = tuple(range(n_written))
         return inputs.Demoted(
@@ -304,7 +320,7 @@ class SimTierLane:
             why=why,
         )
 
-    def _write(self, order: effects.Demote, n_objects: int) -> None:
+    def _write(self, order: effects.Demote, n_objects: int, ordered_s: float) -> None:
         memory = self.host.memory.first
         keys = each_key(order.keys)
         uses = self.disk.uses(len(keys), order.behind)
@@ -313,6 +329,7 @@ class SimTierLane:
         for key, page, use in moves[:n_objects]:
             if not (may_lose and self._random() < LOST):
                 self.disk.write(order.namespace, key, memory[page], use)
+                self.disk.ordered_s[order.namespace, key] = ordered_s
 
     def _promote(self, order: effects.Promote) -> inputs.Promoted:
         self._check_owner(order)
@@ -335,6 +352,24 @@ class SimTierLane:
             n_bytes=n_bytes,
             why=why,
         )
+
+    def _check_flush(self, order: effects.Promote) -> None:
+        """Nothing is asked for that was there before a flush which this host was told is kept.
+
+        Of a store that is so until what was there is as old as it may get.
+        """
+        host, now_s = self.host, self._agenda.now_s
+        flush = last_flush(host.flushed, parted(order.namespace)[0])
+        lifetime_s = max([tier.lifetime_s for tier in host.settings.tiers])
+        if flush is None or (self._is_shared and now_s - flush.at_s >= lifetime_s):
+            return
+        for key in each_key(order.keys):
+            written_s = self.disk.ordered_s.get((order.namespace, key), now_s)
+            require(
+                written_s >= flush.at_s,
+                f"{host.name}: an object of {written_s:.3f} is asked for, and all of "
+                f"{order.namespace!r} was flushed at {flush.at_s:.3f}",
+            )
 
     def _check_owner(self, order: effects.Demote | effects.Promote) -> None:
         """Its pages are kept for it, now: nobody else writes or reads them meanwhile."""

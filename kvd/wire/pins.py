@@ -10,13 +10,15 @@ from kvd.wire.bounds import Call, Figure, Name, Namespace
 class PinPrefix(msgspec.Struct, frozen=True, array_like=True, tag="pin"):
     """Keep what is cached of the tokens frame, softly, for ``ttl_s``. Answer: ``PrefixPinned``.
 
-    It ends with the session. ``owner``: as it is shown; empty: the name of the session.
+    It ends with the session. ``owner``: as it is shown; empty: the name of the session. ``tiers``:
+    whether what a tier has of it is waited for, as for a lease.
     """
 
     call: Call
     namespace: Namespace = ""
     ttl_s: float = 0.0
     owner: Name = ""
+    tiers: Name = ""
 
 
 class UnpinPrefix(msgspec.Struct, frozen=True, array_like=True, tag="unpin"):

@@ -528,7 +528,7 @@ class PinKeptState(msgspec.Struct, frozen=True):
     """What one tier has of a pin: so many of its first pages.
 
     Of a store that has all of them and removes them by age: until when, and when they are written
-    again.
+    again. Where it has not all, or not again in time: ``why``, and for how long now.
     """
 
     tier: str
@@ -537,6 +537,8 @@ class PinKeptState(msgspec.Struct, frozen=True):
     left_s: float | None = None
     due_in_s: float | None = None
     words: str = ""
+    why: str = ""
+    for_s: float | None = None
 
 
 class PinState(msgspec.Struct, frozen=True):
@@ -558,7 +560,7 @@ class PinState(msgspec.Struct, frozen=True):
     ttl_s: float
     tier: str = ""
     kept: tuple[PinKeptState, ...] = ()
-    """By tier, as far as any has some of it."""
+    """By tier, what it has of it."""
 
 
 class LateMark(msgspec.Struct, frozen=True):

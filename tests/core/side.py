@@ -180,6 +180,9 @@ class Side(NodeShell):
         """Of this side's dialed link, as those see it who accept it."""
         self.disk: dict[str, int] | None = None
         """The epochs that outlive a process; None: no process has kept any."""
+        self.flushes: tuple[effects.KeptFlush, ...] = ()
+        self.kept_at_s = 0.0
+        """Beside these epochs, what was flushed when that was written."""
         self.disk_fails = ""
         """Why nothing can be written there; empty: it can."""
         self.hold_disk = False
@@ -234,7 +237,11 @@ class Side(NodeShell):
         self.generation = 0
         self.unkept: list[effects.KeepEpochs] = []
         if self.disk is not None:
-            self.feed(inputs.EpochsFound(self.born_s, dict(self.disk)))
+            flushes = [
+                msgspec.structs.replace(flush, ago_s=flush.ago_s + self.born_s - self.kept_at_s)
+                for flush in self.flushes
+            ]
+            self.feed(inputs.EpochsFound(self.born_s, dict(self.disk), flushes=tuple(flushes)))
 
     @property
     def incarnation(self) -> str:
@@ -276,6 +283,7 @@ class Side(NodeShell):
             return
         if not self.disk_fails:
             self.disk = dict(effect.by_base)
+            self.flushes, self.kept_at_s = effect.flushes, self.world.now_s
         self.inbox.append(inputs.EpochsKept(0.0, effect.ticket, self.disk_fails))
 
     def let_disk_go(self) -> None:

@@ -23,7 +23,8 @@ from kvd.core.cache.namespaces import (
 from kvd.core.handoff.protocol import Prefill
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.words import EPOCHS_RECENT_S
-from kvd.core.leases.epochs import FORMER_MARK, KEEP_WITHIN_S, MAX_EPOCH, MOST_EPOCHS, Epochs
+from kvd.core.leases.epochs import FORMER_MARK, MAX_EPOCH, MOST_EPOCHS, Epochs
+from kvd.core.leases.kept_answers import KEEP_WITHIN_S
 from kvd.errors import Code, Refusal
 from kvd.types import NO_PAGES, Pages, Tokens, pack_ids
 from kvd.wire import admin, client, events

@@ -43,9 +43,9 @@ def state_of(side: Side):
     return inspected.snapshot(side.node).evictions
 
 
-def put(side: Side, toks: bytes, session: int = 1) -> None:
+def put(side: Side, toks: bytes, session: int = 1, namespace: str = "") -> None:
     """A request of that session: leased, committed and let go."""
-    lease = side.lease(toks, session=session)
+    lease = side.lease(toks, session=session, namespace=namespace)
     side.call(client.CommitLease, lease=lease.lease, session=session)
     side.call(client.ReleaseLease, lease=lease.lease, session=session)
 
@@ -182,6 +182,35 @@ def test_what_an_operator_does_is_in_the_record_and_never_thrash(world, side, ve
     assert record(side).n_hurt == 3
     assert not record(side).thrashing
     assert any(said in fact for fact in facts(side))
+
+
+@pytest.mark.parametrize("namespace", [None, "chat", "chat#a"])
+def test_what_was_flushed_since_is_nobodys_loss(world, side, namespace):
+    """Evicted or not, it would not be there."""
+    for turn in range(4):
+        put(side, prompt(1000), namespace="chat#a")
+        put(side, prompt(5000 + 1000 * turn, PAGES), session=OTHER)
+        side.ask(admin.Flush(1, namespace=namespace))
+        world.pass_time(0.1)
+    put(side, prompt(1000), namespace="chat#a")
+    assert record(side).n_hurt == 0
+    assert not record(side).thrashing
+
+    for turn in range(3):
+        put(side, prompt(9000 + 1000 * turn, PAGES), session=OTHER)
+        world.pass_time(0.1)
+        put(side, prompt(1000), namespace="chat#a")
+    assert record(side).n_hurt == 3
+    assert state_of(side).thrashing
+
+
+def test_a_flush_of_another_namespace_excuses_nothing(world, side):
+    for _ in range(3):
+        put(side, prompt(1000))
+        put(side, prompt(5000, PAGES), session=OTHER)
+        side.ask(admin.Flush(1, namespace="chat"))
+    put(side, prompt(1000))
+    assert record(side).n_hurt
 
 
 def test_a_page_says_who_wrote_it_and_a_free_one_what_it_held(world, side):

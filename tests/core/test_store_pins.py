@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.core.audit.invariants import violations
+from kvd.core.layout.quota import Quota
 from kvd.core.settings import Demotion
 from kvd.wire import admin, client
 from kvd.wire.cache_events import PinEnded, PinLeftPool
@@ -62,13 +63,28 @@ def test_what_is_pinned_is_written_at_once_and_shown(demotion):
     assert not violations(world.d.node)
 
 
+def test_what_is_pinned_is_counted_in_the_store_also_when_all_else_is_forgotten():
+    world = store(demotion=Demotion.ALWAYS)
+    d = world.d
+    cached(d, OTHER)
+    pinned(d)
+    world.pass_time(1.0)
+    for _ in range(30):
+        world.pass_time(LIFETIME_S / 6)
+        assert d.tier.index.n_objects >= 8
+    assert d.tier.index.leading("", keys_of(d, PROMPT)) == 8
+    d.ask(admin.Flush(1, namespace=""))
+    assert d.tier.index.n_objects == 0
+
+
 def test_nothing_is_written_where_nothing_ever_is():
     world = store(demotion=Demotion.NEVER)
     pinned(world.d)
     world.pass_time(5.0)
 
     assert not world.d.n_written
-    assert shown(world.d)[0].kept == ()
+    (kept,) = shown(world.d)[0].kept
+    assert (kept.pages, kept.why) == (0, 'tiers.disk.demote is "never"')
 
 
 def test_what_others_wrote_is_written_too_as_nobody_knows_how_old_it_is():
@@ -244,4 +260,36 @@ def test_pins_have_half_of_what_is_known_of_a_store():
     world.pass_time(10.0)
 
     assert world.d.tier.counts.written == 6
-    assert [len(state.kept) for state in shown(world.d)] == [1, 0, 0]
+    first, *others = [state.kept[0] for state in shown(world.d)]
+    assert (first.pages, first.why) == (6, "")
+    half = "all pins may have 10 pages there, half of it, and they need more"
+    assert [(kept.pages, kept.why) for kept in others] == [(0, half)] * 2
+
+
+def test_a_namespace_at_its_ceiling_is_why_a_pin_is_not_written_and_until_when():
+    quotas = (Quota("n", ceiling_pages=16),)
+    world = store(quotas=quotas, d_pages=65, demotion=Demotion.ALWAYS)
+    d = world.d
+    for n in range(16):
+        cached(d, tokens((90_000 + 1000 * n, 4 * PAGE)), "n")
+        world.pass_time(0.1)
+    assert d.tier.writes.is_full("n")
+    pinned(d, namespace="n")
+    world.pass_time(2.0)
+    (kept,) = shown(d)[0].kept
+    assert kept.pages == 0
+    assert kept.why.startswith("its namespace is at its ceiling there, 16 pages, and the next of")
+    assert 1.5 <= kept.for_s <= 3.2
+    world.pass_time(LIFETIME_S)
+    assert (shown(d)[0].kept[0].pages, shown(d)[0].kept[0].why) == (8, "")
+
+
+def test_a_pin_that_left_the_pool_says_why_it_is_not_written_again():
+    world, d, _ = left_pool()
+    # Nobody may have pages to read it into.
+    d.lease(tokens((200_000, 31 * PAGE)), deadline_s=30.0)
+    world.pass_time(0.75 * LIFETIME_S + 1)
+    (kept,) = shown(d)[0].kept
+    assert kept.pages == 8
+    assert "pages of it are not in the pool, and are read into it first" in kept.why
+    assert "; not written again for " in kept.words

@@ -64,6 +64,110 @@ def test_a_long_one_is_written_in_several_and_where_nothing_is_written_it_is_not
     assert not world.d.tier.index.n_objects
 
 
+@pytest.mark.parametrize("moving", [64, 2])
+def test_after_a_restart_a_known_prompt_is_pinned_out_of_the_tier_by_one_call(moving):
+    world = TieredWorld(d_pages=33, tier=disk(objects=100, moving=moving))
+    d = world.d
+    pinned(d)
+    world.pass_time(3.0)
+    world.restart(d)
+    session = d.attach("pins")
+    d.start_storage(1)
+    assert d.node.leases.tree.probe(PROMPT, "") == 0
+
+    reply = d.call(PinPrefix, PROMPT, ttl_s=TTL_S, session=session)
+    assert (type(reply), reply.tokens) == (PrefixPinned, len(PROMPT) // 4)
+    (state,) = shown(d)
+    assert (state.pages, state.tier) == (8, "disk")
+    assert len(d.node.leases.leases) == 1
+    assert not violations(d.node)
+
+
+def test_who_pins_and_waits_for_no_tier_is_told_that_nothing_is_cached():
+    world = TieredWorld(d_pages=33, tier=disk(objects=100))
+    d = world.d
+    pinned(d)
+    world.restart(d)
+    session = d.attach("pins")
+    d.start_storage(1)
+    reply = d.call(PinPrefix, PROMPT, ttl_s=TTL_S, session=session, tiers="now")
+    assert "nothing is cached of this prompt" in reply.refusal.message
+    reply = d.call(PinPrefix, PROMPT, ttl_s=TTL_S, session=session, tiers="soon")
+    assert "tiers='soon' is none of" in reply.refusal.message
+
+
+@pytest.mark.parametrize("how", ["late", "hung up", "gone"])
+def test_whoever_waits_with_a_pin_waits_for_a_bounded_time_and_holds_nothing(how):
+    world = TieredWorld(d_pages=33, tier=disk(objects=100, wait_s=2.0))
+    d = world.d
+    pinned(d)
+    world.restart(d)
+    session = d.attach("pins")
+    d.start_storage(1)
+    d.hold_storage = True
+    d.call(PinPrefix, PROMPT, ttl_s=TTL_S, session=session)
+    call = d.calls
+    (waiting,) = d.ask(admin.ShowStatus(1)).snapshot.waiting
+    assert "8 pages to be read from tier disk" in str(waiting)
+    assert d.lease(tokens((70_000, PAGE)), session=session), "it stands in front of nobody"
+    if how == "hung up":
+        d.hang_up(session)
+    elif how == "gone":
+        d.stop_storage()
+    else:
+        world.pass_time(2.5)
+    if how != "hung up":
+        assert "nothing is cached of this prompt" in d.answer(call).refusal.message
+    assert not shown(d)
+    assert not violations(d.node)
+
+
+def why_not(side):
+    (kept,) = shown(side)[0].kept
+    return kept.why, kept.for_s
+
+
+def test_a_tier_that_is_down_or_full_is_why_a_pin_is_not_written_and_since_when():
+    world = TieredWorld(tier=disk(moving=2))
+    d = world.d
+    d.stop_storage("no such device")
+    pinned(d)
+    world.pass_time(5.0)
+    why, for_s = why_not(d)
+    assert why == "the tier is down: no such device"
+    assert 4.9 < for_s < 6.2
+
+    d.start_storage(2)
+    d.fails_writing = "no space left on device"
+    world.pass_time(2.0)
+    why, for_s = why_not(d)
+    assert "nothing is written: no space left on device" in why
+    assert for_s < 2.5
+    said = d.ask(admin.Why(1, "lease", shown(d)[0].lease))
+    assert "not written for" in str(said)
+    assert "no space left on device" in str(said)
+
+    d.fails_writing = ""
+    world.pass_time(70.0)
+    assert why_not(d) == ("", None)
+    assert not violations(d.node)
+
+
+def test_a_pin_whose_turn_has_not_come_says_so_and_one_that_is_being_written():
+    world = TieredWorld(d_pages=65, tier=disk(moving=4))
+    d = world.d
+    d.hold_storage = True
+    for first in (1, 5_000):
+        cached(d, tokens((first, 8 * PAGE)))
+    session = d.attach("pins")
+    for first in (1, 5_000):
+        d.call(PinPrefix, tokens((first, 8 * PAGE)), ttl_s=TTL_S, session=session)
+    world.pass_time(1.5)
+    first, second = [state.kept[0].why for state in shown(d)]
+    assert first == "it is being written"
+    assert second == "it waits its turn, 4 other pages are on their way"
+
+
 def test_a_pin_that_gives_way_goes_on_in_the_tier_and_its_prompt_comes_back():
     _, d, pin = given_way()
 

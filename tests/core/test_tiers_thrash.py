@@ -84,6 +84,7 @@ def test_writes_of_one_that_push_out_what_another_asks_for_again_name_both():
     assert (pair.last.missed_by, pair.last.evicted.namespace) == ("engine", "chat")
     assert "writes of batch push out what chat asks for again: 4 requests" in pair.why
     assert "a larger tiers.disk.size" in pair.why
+    assert f"a larger tiers.disk.size than {OBJECTS} B: {2 * OBJECTS} B would have" in pair.why
     assert "in quotas.disk a floor for chat or a ceiling for batch" in pair.why
     assert 'tiers.disk.demote = "second-use"' in pair.why
     (event,) = told(d)
@@ -143,7 +144,30 @@ def test_who_is_over_its_ceiling_is_told_that():
 
     assert any("'chat' was over its ceiling of 2 pages by 6" in fact for fact in facts(d))
     (pair,) = thrashing(d)
-    assert "what helps: a higher ceiling of chat in quotas.disk; or a larger" in pair.why
+    assert "what helps: a higher ceiling of chat in quotas.disk than 2 pages, 2 B;" in pair.why
+
+
+def test_what_is_so_already_is_no_remedy():
+    """A floor that is there is advised as a higher one, with what it is and what lies there."""
+    world, d = world_of()
+    batch = Batch(world)
+    pushed_out_and_asked_for(world, d, rounds=2, batch=batch)
+    n_chat = d.tier.index.objects_of("chat")
+    quotas = (Quota("chat", floor_pages=12), Quota("batch", ceiling_pages=3))
+    d.node.tiers.set_quotas(quotas, ())
+    world.pass_time(2.0)
+    (pair,) = thrashing(d)
+    assert "floor for chat" not in pair.why
+    has = f"chat has {n_chat}, and what it writes up to there stays"
+    assert f"a higher floor of chat than 12 pages, 12 B ({has})" in pair.why
+    assert "or a lower ceiling of batch than 3 pages, 3 B (batch has" in pair.why
+    assert pair.why.endswith("quotas changed 2.0 s ago, and no request has missed anything since")
+
+    d.node.tiers.set_quotas((), ())
+    pushed_out_and_asked_for(world, d, rounds=1, batch=batch)
+    d.node.tiers.set_quotas((), ())  # as they were
+    (pair,) = thrashing(d)
+    assert "quotas changed" not in pair.why
 
 
 def test_members_of_a_base_are_one_side_and_one_with_a_quota_is_another():

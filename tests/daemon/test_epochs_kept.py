@@ -12,7 +12,8 @@ import pytest
 
 import kvd.client
 from kvd.client import KvdError
-from kvd.daemon.epochs_file import EpochsFile, KeptEpochs
+from kvd.core.effects import KeptFlush
+from kvd.daemon.epochs_file import EpochsFile, KeptEpochs, KeptFlushes, WrittenAt
 from kvd.daemon.socket_activation import UnfitConfig
 from tests.daemon.kv import PAGE, SHAPE, tokens_of
 from tests.support.daemons import Daemon, two_daemons
@@ -64,6 +65,39 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, make):
     make(tmp_path / "n.epochs")
     with pytest.raises(UnfitConfig, match=r"n\.epochs, which says .* is no file.*kvd epoch"):
         EpochsFile(tmp_path / "n.epochs").read()
+
+
+def written_at(calendar_s: float, host: str = "a", host_s: float = 0.0) -> WrittenAt:
+    return WrittenAt(calendar_s, host, host_s)
+
+
+@pytest.mark.parametrize(
+    ("now", "passed_s"),
+    [
+        (written_at(1000.0, host_s=60.0), 10.0),
+        (written_at(400.0, host_s=60.0), 10.0),  # the calendar was set back
+        (written_at(9e9, host_s=60.0), 10.0),  # and far ahead
+        (written_at(1030.0, "b", 5.0), 30.0),  # the host was started again
+        (written_at(400.0, "b", 5.0), 0.0),
+    ],
+)
+def test_how_long_ago_a_flush_was_is_told_by_no_clock_that_somebody_sets(now, passed_s):
+    flush = KeptFlush(namespace="m", mark="3f", ago_s=7.0)
+    kept = KeptEpochs({}, flushed=KeptFlushes((flush,), written_at(1000.0, host_s=50.0)))
+    assert [flush.ago_s for flush in kept.flushes(now)] == [7.0 + passed_s]
+
+
+def test_what_was_flushed_is_kept_beside_the_epochs_and_only_where_there_is_any(tmp_path):
+    file = EpochsFile(tmp_path / "n.epochs")
+    flushes = (KeptFlush(None, "3f", 1.5), KeptFlush("m#a", "9c", 0.0))
+    file.write({"m": 1}, flushes)
+    found = file.read()
+    assert found.epochs == {"m": 1}
+    again = found.flushes(WrittenAt.now())
+    assert [(flush.namespace, flush.mark) for flush in again] == [(None, "3f"), ("m#a", "9c")]
+    assert 1.5 <= again[0].ago_s < 60
+    file.write({"m": 1})
+    assert json.loads(file.path.read_text()) == {"epochs": {"m": 1}, "format": 1}
 
 
 # ---- real daemons ------------------------------------------------------------------------------

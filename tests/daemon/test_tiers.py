@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from glob import glob
 from itertools import count
 from pathlib import Path
 from urllib.parse import unquote
@@ -211,6 +213,35 @@ def test_what_was_evicted_comes_back_as_it_was_and_outlives_the_daemon(tiered):
 
     tiered.until_found(1)
     assert tiered.lease(2) == PROMPT_TOKENS
+
+
+def test_a_flush_holds_over_a_kill_of_a_daemon_that_could_remove_nothing(make):
+    """Another process has the directory when it is flushed: all of it lies there still."""
+    one = make(namespace="llama#a")
+    one.fill()
+    other = Tiered(one.daemon, one.directory.parent, namespace="other")
+    other.fill()
+    n_files = one.files()
+    one.daemon.kill()
+    with open(one.directory / "lock", "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        one.start()
+        with connect(one.daemon.client, name="trainer") as node:
+            node.flush("llama")
+        one.daemon.kill()
+    assert one.files() == n_files
+    one.start()
+    other.until_found(0)
+    assert one.lease(0) == 0
+    before = one.directory / "*" / "=llama%23a"
+    one.until(lambda: not glob(str(before)), "has what was flushed still")
+
+    # What is written since is found by the next one.
+    one.fill()
+    one.daemon.kill()
+    one.start()
+    one.until_found(0)
+    assert findings(one.daemon) == ()
 
 
 def test_a_pull_asks_for_nothing_that_lies_in_the_tier(tmp_path):

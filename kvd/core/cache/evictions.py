@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 from xxhash import xxh3_64_intdigest
 
+from kvd.core.cache.flushed_before import FlushedBefore
 from kvd.core.cache.left_prefix import (
     EvictionRound,
     LeftPrefix,
@@ -82,7 +83,7 @@ MOST_FRESH: Final = 64
 
 FreshFact = tuple["Sequence[RadixNode]", Pages, str, int, int, int, float]
 """Nodes, their pages, and what for, or none and what was missed: a mark, and the node above it.
-Whose session it is, and when it was, stand before and behind."""
+Whose session it is, and when it was, stand before and behind. What for and no nodes: a flush."""
 
 NO_QUOTA: Final = QuotaReason("", 0, 0)
 """Of all that goes in its turn."""
@@ -118,6 +119,7 @@ class Evictions:
     """
 
     __slots__ = (
+        "_flushes",
         "_is_single",
         "_marks",
         "_pages",
@@ -125,6 +127,7 @@ class Evictions:
         "_rows",
         "_words",
         "by_quota",
+        "flushed",
         "fresh",
         "in_tier",
         "missed",
@@ -150,6 +153,10 @@ class Evictions:
         """The same of those that went out of their turn: why."""
         self.fresh: list[FreshFact] = []
         """What happened since then."""
+        self._flushes: deque[str | None] = deque()
+        """What was flushed since then; None: everything."""
+        self.flushed = FlushedBefore()
+        """Of rows."""
         self.missed: deque[MissedPrefix] = deque(maxlen=MOST_MISSED)
         self.n_left = 0
         self.n_hurt = 0
@@ -181,7 +188,13 @@ class Evictions:
             start = parent.end_tokens
             mark = hashed(node.key, hashed(root.key, start) if root.key else start)
             marks[mark & _PLACE] = mark >> _TAG_SHIFT or 1
-        self.fresh.append((nodes, pages, need, session, 0, 0, at_s))
+        if nodes:
+            self.fresh.append((nodes, pages, need, session, 0, 0, at_s))
+
+    def note_flush(self, namespace: str | None, at_s: float) -> None:
+        """Of this one, or of all, nobody wants what is there, nor what has left before."""
+        self._flushes.append(namespace)
+        self.fresh.append(((), NO_PAGES, FLUSH, 0, 0, 0, at_s))
 
     # ---- what is missed ----------------------------------------------------------------------
 
@@ -212,6 +225,8 @@ class Evictions:
         for nodes, pages, need, session, mark, above, at_s in fresh:
             if nodes:
                 self._enter(nodes, pages, session, need, at_s)
+            elif need:
+                self.flushed.note(self._flushes.popleft(), self.n_left)
             else:
                 found = self._hurt(mark, above, session, at_s)
                 began += [found] if found is not None else []
@@ -261,6 +276,9 @@ class Evictions:
     def _hurt(self, mark: int, above: int, session: int, at_s: float) -> Thrashing | None:
         left = self._read(mark & _SLOT, list(self._words))
         if left is None or left.digest != mark or left.above != above:
+            return None
+        # What would not be there in any case is nobody's loss.
+        if self.flushed.has(left.namespace.decode(), left.number):
             return None
         missed = MissedPrefix(left, session, at_s)
         self.missed.append(missed)

@@ -14,18 +14,20 @@ from kvd.core import effects
 from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.cache.namespaces import base_of, keys_meant
 from kvd.core.engines.lease_verbs import LeaseVerbs
+from kvd.core.engines.pin_verbs import PinVerbs
 from kvd.core.engines.receive_verbs import ReceiveVerbs
 from kvd.core.engines.send_verbs import SendVerbs
 from kvd.core.engines.verbs import Verbs
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.why import locked_words
-from kvd.core.leases.epochs import EpochAnswer, begin_epoch
+from kvd.core.leases.epochs import begin_epoch
+from kvd.core.leases.kept_answers import EpochAnswer, FlushAnswer
 from kvd.core.leases.lease_events import tell_written
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.wire import client
 from kvd.wire.attach import CopyBegins, CopyEnds, CopyWaits, KeepsBlocks
-from kvd.wire.pins import PinPrefix, PrefetchPrompt, PrefixPinned, UnpinPrefix
+from kvd.wire.pins import PinPrefix, PrefetchPrompt, UnpinPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +69,7 @@ class Engines(Verbs):
         self._is_radix = self._mode is CacheMode.RADIX
         self._epochs = node.epochs
         self._lease_verbs = leases = LeaseVerbs(node)
-        receives, sends = ReceiveVerbs(node), SendVerbs(node)
+        receives, sends, pins = ReceiveVerbs(node), SendVerbs(node), PinVerbs(node)
         # One verb per request type: Any, because each takes its own type of message.
         self._verbs: dict[type, Callable[[int, Any, Tokens], Refusal | None]] = {
             client.OpenLease: leases.open_lease,
@@ -92,8 +94,8 @@ class Engines(Verbs):
             client.AbortSend: sends.abort_send,
             client.KeepRoom: sends.keep_room,
             client.MatchPrefix: self._match,
-            PinPrefix: self._pin,
-            UnpinPrefix: self._unpin,
+            PinPrefix: pins.pin,
+            UnpinPrefix: pins.unpin,
             PrefetchPrompt: self._prefetch,
             client.AboutPrompt: self._about_prompt,
             client.ForgetPrompts: self._forget_prompts,
@@ -220,7 +222,11 @@ class Engines(Verbs):
         key = self._epochs.internal(message.namespace)
         if isinstance(key, Refusal):
             return key
-        self._out.answer(session, self._flush(message.call, message.namespace))
+        namespace, tiers = message.namespace, self._node.tiers
+        report = self._dropped(message.call, namespace, tiers.flush)
+        self._node.kept_answers.answer(
+            FlushAnswer(namespace, self._out.at_s, report=report, session=session)
+        )
         return None
 
     def _begin_epoch(self, session: int, message: client.BeginEpoch, _: Tokens) -> Refusal | None:
@@ -239,16 +245,19 @@ class Engines(Verbs):
             begin_epoch(epochs, sends, out, base=base, epoch=epoch, who=who)
             self._node.pins.epoch_over(base)
             # Of no use to anybody from now on; what is locked goes when it is the oldest.
-            report = self._flush(message.call, base)
-        self._node.epoch_answers.answer(
+            report = self._dropped(message.call, base, self._node.tiers.end_epochs)
+        self._node.kept_answers.answer(
             EpochAnswer(base, self._out.at_s, report=report, session=session)
         )
         return None
 
-    def _flush(self, call: int, namespace: str) -> client.FlushReport:
+    def _dropped(
+        self, call: int, namespace: str, drop: Callable[[tuple[str, ...], str], tuple[int, int]]
+    ) -> client.FlushReport:
+        """What nobody locks of a namespace is dropped; what stays, and for whom."""
         keys = keys_meant(namespace, self._leases.tree.roots)
         kept = locked_words(self._node, keys)
-        freed_pages, kept_pages = self._node.tiers.flush(keys, namespace)
+        freed_pages, kept_pages = drop(keys, namespace)
         return client.FlushReport(
             call=call,
             freed_pages=freed_pages,
@@ -326,21 +335,6 @@ class Engines(Verbs):
             ),
         )
         return None
-
-    def _pin(self, session: int, message: PinPrefix, tokens: Tokens) -> Refusal | None:
-        owner = message.owner or self._sessions.by_id[session].name
-        pin = self._node.pins.pin(session, owner, message.namespace, tokens, message.ttl_s)
-        if isinstance(pin, Refusal):
-            return pin
-        answer = PrefixPinned(call=message.call, pin=pin.id, tokens=pin.tokens)
-        self._out.answer(session, answer)
-        return None
-
-    def _unpin(self, session: int, message: UnpinPrefix, _: Tokens) -> Refusal | None:
-        refusal = self._node.pins.unpin(message.pin, session)
-        if refusal is None:
-            self._out.answer(session, client.Done(message.call))
-        return refusal
 
     def _snapshot(self, session: int, message: client.GetSnapshot, _: Tokens) -> Refusal | None:
         self._out.answer(session, client.Snapshotted(message.call, snapshot(self._node)))

@@ -13,6 +13,7 @@ from kvd.core.inspect.quota_states import out_of_turn
 from kvd.core.leases.owners import name_of
 from kvd.core.settings import Demotion
 from kvd.core.tiers.removed import BAD, BEYOND, EPOCH, FLUSH, FOREIGN, OLDEST, SOON_AGAIN_S
+from kvd.types import amount
 from kvd.wire.snapshot import EvictedPrefix, MissedAgain, ThrashState
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def _thrash_state(node: NodeView, tier: StorageTier, pair: TierPair) -> ThrashSt
     last, page_size = pair.last, node.leases.page_size
     assert last is not None
     now_s, gone = node.out.at_s, last.removal
-    words = tier_thrash_words(tier, pair, page_size)
+    words = tier_thrash_words(tier, pair, page_size, now_s)
     return ThrashState(
         needed_by=_side(pair.needed_by),
         hurt=_side(pair.hurt),
@@ -86,7 +87,7 @@ def _side(namespace: str) -> str:
 # ---- in words ------------------------------------------------------------------------------------
 
 
-def tier_thrash_words(tier: StorageTier, pair: TierPair, page_size: int) -> str:
+def tier_thrash_words(tier: StorageTier, pair: TierPair, page_size: int, now_s: float) -> str:
     """Both sides, how much, and what to do; without since when."""
     last = pair.last
     assert last is not None
@@ -94,23 +95,58 @@ def tier_thrash_words(tier: StorageTier, pair: TierPair, page_size: int) -> str:
         f"writes of {_side(pair.needed_by)} push out what {_side(pair.hurt)} asks for again: "
         f"{pair.rounds} requests missed "
         f"{pair.n_objects * page_size} tokens ({pair.n_objects} pages), the last "
-        f"{last.at_s - last.removal.at_s:.1f} s after they had gone; {_remedies(tier, pair)}"
+        f"{last.at_s - last.removal.at_s:.1f} s after they had gone; {_remedies(tier, pair, now_s)}"
     )
 
 
-def _remedies(tier: StorageTier, pair: TierPair) -> str:
-    name, hurt = tier.name, _side(pair.hurt)
+def _remedies(tier: StorageTier, pair: TierPair, now_s: float) -> str:
+    """What is not so already, with what is."""
+    name, hurt, n_bytes = tier.name, _side(pair.hurt), tier.settings.capacity_bytes
+    found = [
+        f"a larger tiers.{name}.size than {amount(n_bytes)}: {amount(2 * n_bytes)} would have "
+        "had it"
+    ]
     quota = tier.index.share_of(pair.hurt).quota
-    found = [f"a larger tiers.{name}.size"]
     if quota is not None and quota.ceiling_pages is not None:
-        found.insert(0, f"a higher ceiling of {hurt} in quotas.{name}")
+        now = _said_of(tier, quota.ceiling_pages)
+        found.insert(0, f"a higher ceiling of {hurt} in quotas.{name} than {now}")
     elif pair.needed_by != pair.hurt:
-        found.append(
-            f"in quotas.{name} a floor for {hurt} or a ceiling for {_side(pair.needed_by)}"
-        )
+        found.append(f"in quotas.{name} {_floor_words(tier, pair)} or {_ceiling_words(tier, pair)}")
     if tier.settings.demotion is Demotion.ALWAYS:
         found.append(f'tiers.{name}.demote = "second-use", so that less is written')
-    return f"what helps: {'; or '.join(found)}"
+    said = f"what helps: {'; or '.join(found)}"
+    last, shared_out_s = pair.last, tier.shared_out_s
+    if shared_out_s is not None and last is not None and last.at_s <= shared_out_s:
+        said += (
+            f". Its quotas changed {now_s - shared_out_s:.1f} s ago, and no request has missed "
+            "anything since"
+        )
+    return said
+
+
+def _floor_words(tier: StorageTier, pair: TierPair) -> str:
+    """A floor for who is hurt, or a higher one."""
+    hurt, share = _side(pair.hurt), tier.index.share_of(pair.hurt)
+    if share.quota is None or not share.quota.floor_pages:
+        return f"a floor for {hurt}"
+    floor_pages = share.quota.floor_pages
+    has = f"{hurt} has {share.n_pages}"
+    if share.n_pages < floor_pages:
+        has += ", and what it writes up to there stays"
+    return f"a higher floor of {hurt} than {_said_of(tier, floor_pages)} ({has})"
+
+
+def _ceiling_words(tier: StorageTier, pair: TierPair) -> str:
+    """A ceiling for who writes, or a lower one."""
+    writer, share = _side(pair.needed_by), tier.index.share_of(pair.needed_by)
+    if share.quota is None or share.quota.ceiling_pages is None:
+        return f"a ceiling for {writer}"
+    now = _said_of(tier, share.quota.ceiling_pages)
+    return f"a lower ceiling of {writer} than {now} ({writer} has {share.n_pages})"
+
+
+def _said_of(tier: StorageTier, n_pages: int) -> str:
+    return f"{n_pages} pages, {amount(n_pages * tier.settings.object_bytes)}"
 
 
 def removal_words(removal: Removal) -> str:

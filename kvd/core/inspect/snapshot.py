@@ -144,7 +144,7 @@ def tier_state(node: NodeView, tier: StorageTier) -> TierState:
         cut=counts.cut,
         read_bytes_per_s=tier.read_rate,
         written_bytes_per_s=tier.written_rate,
-        is_shared=tier.settings.is_shared,
+        is_shared=tier.writes is not None,
         probes=counts.probes,
         probe_hits=counts.probe_hits,
         unasked=counts.unasked,

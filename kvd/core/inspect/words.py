@@ -234,11 +234,11 @@ def layout_words(peer: Peer) -> str:
 
 
 def asked_word(waiter: Waiter) -> str:
-    """What was asked for: ``lease``, ``receive``, ``resume``, or ``pull`` by a peer."""
+    """What was asked for: ``lease``, ``receive``, ``resume``, ``pin``, or ``pull`` by a peer."""
     if waiter.claim.resumes:
         return "resume"
     if waiter.claim.only_cached:
-        return "pull"
+        return "pin" if waiter.claim.holder == PIN else "pull"
     return "receive" if waiter.claim.room else "lease"
 
 

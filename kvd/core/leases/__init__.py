@@ -21,7 +21,8 @@ Read first, in this order:
   in ``saved_area``, and ``copies`` are the copies that move them;
 - ``fetch.Fetcher``: pages into a device buffer; ``receive_tier`` is what a receive may ask of that.
 
-``epochs.Epochs`` says in which generation a base of namespaces is, and when that is answered.
+``epochs.Epochs`` says in which generation a base of namespaces is; ``kept_answers.KeptAnswers``
+answers when that is on disk.
 Where a pool outlives its process: ``journal_notes`` is what is written down, ``former_leases`` what
 the next process makes of it. ``lease_events`` only tells.
 """

@@ -69,6 +69,9 @@ class Evictor:
         """
         leased = self._leased
         flushed = leased.tree.flush(keys)
+        # Of a key alone an epoch is over: nothing of it is ever asked for.
+        if keys is None or namespace is not None:
+            self.evictions.note_flush(namespace, leased.out.at_s)
         self.evictions.left(flushed.nodes, NO_PAGES, 0, FLUSH, leased.out.at_s)
         n_freed = count(flushed.pages)
         leased.return_pages(flushed.pages)

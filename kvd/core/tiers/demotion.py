@@ -210,11 +210,14 @@ class Demoter:
 
     # ---- what is ordered ---------------------------------------------------------------------
 
+    def look(self) -> None:
+        """See whether what was written to a store is old enough that there is more room."""
+        if self.tier.writes is not None and self.tier.writes.look():
+            self._seen = (-1, -1, -1)
+
     def turn(self) -> None:
         """Order what is to be written now."""
         tier, leases = self.tier, self._leases
-        if tier.writes is not None and tier.writes.look():
-            self._seen = (-1, -1, -1)
         if tier.settings.demotion is Demotion.NEVER or not tier.is_written:
             return
         now = (leases.growth, leases.releases, leases.evictor.evicted_pages)
@@ -247,6 +250,10 @@ class Demoter:
         for move in self._writing():
             assert move.lease.anchor is not None
             yield move.lease.anchor.id, len(move.keys)
+
+    def keys_on_their_way(self) -> set[bytes]:
+        """Of all pages that are being written."""
+        return {move.keys[place] for move in self._writing() for place in move.places}
 
     def _choose(self, ahead: int, left: int) -> tuple[list[tuple[RadixNode, list[int]]], bool]:
         """The next victims that lack something, up to ``left`` pages of it, and whether all were.
@@ -310,12 +317,15 @@ class Demoter:
 
     def age(self, node: RadixNode, places: Sequence[int], behind: int) -> None:
         """These of its pages lie in the tier, or are on their way: a stop has come to them."""
-        if not self.tier.settings.is_shared:
+        if self.tier.writes is None:
             keys = self.keys_of(node)
             aged = joined([keys[place] for place in places])
             self._out.effects.append(
                 effects.AgeObjects(
-                    tier=self.tier.name, namespace=node.namespace, keys=aged, behind=behind
+                    tier=self.tier.name,
+                    namespace=self.tier.stored_as(node.namespace),
+                    keys=aged,
+                    behind=behind,
                 )
             )
 
@@ -364,7 +374,7 @@ class Demoter:
         lease = leases.grants.add_lease(claim, node, leases.tree.path_pages(node), 0)
         move = NodeDemotion(tier, lease, namespace, before, keys, places)
         # Before the order, so that the tier has room for it.
-        needed_by = None if tier.settings.is_shared else namespace
+        needed_by = None if tier.writes is not None else namespace
         for name, gone in tier.index.reserve(len(places), needed_by, self._out.at_s).items():
             tier.counts.dropped += len(gone)
             self._moves.drop(tier, name, gone)
@@ -374,7 +384,7 @@ class Demoter:
             effects.Demote(
                 ticket=self._moves.begin(move),
                 tier=tier.name,
-                namespace=namespace,
+                namespace=tier.stored_as(namespace),
                 keys=joined([keys[at] for at in places]),
                 pages=Pages(pages),
                 behind=behind,
@@ -419,9 +429,10 @@ class Demoter:
         written = {move.places[at] for at in got.written if 0 <= at < len(move.places)}
         n_there = 0 if move.is_void else self._n_there(move, written)
         index.add(move.namespace, move.keys[:n_there], move.before)
-        # Behind one that is not there nobody looks for it.
-        vain = [move.keys[place] for place in sorted(written) if place >= n_there]
-        self._moves.drop(tier, move.namespace, vain)
+        # Behind one that is not there nobody looks for it. What is void went with its namespace.
+        if not move.is_void:
+            vain = [move.keys[place] for place in sorted(written) if place >= n_there]
+            self._moves.drop(tier, move.namespace, vain)
         if tier.writes is not None and move.share is not None:
             there = [move.keys[place] for place in sorted(written)]
             tier.writes.written(move.share, move.n_objects, there)
@@ -431,7 +442,7 @@ class Demoter:
         tier.counts.unwritten += move.n_objects - len(written)
         took_s = self._out.at_s - move.since_s
         tier.measure_written(got.n_bytes, took_s)
-        tier.was_written(move.ticket, len(written), got.why or "nothing was written")
+        tier.was_written(len(written), got.why or "nothing was written")
         self._out.emit(
             events.PagesDemoted(
                 tier=tier.name,

@@ -124,6 +124,11 @@ class TierIndex:
             heapify(share.last)
 
     @property
+    def quotas(self) -> tuple[Quota, ...]:
+        """Those of now."""
+        return tuple([share.quota for share in self.shares if share.quota is not None])
+
+    @property
     def has_quotas(self) -> bool:
         """Whether any namespace has one here."""
         return bool(self._by_quota)
@@ -252,7 +257,7 @@ class TierIndex:
         """Nothing is known of what lies there, nor is anything being written."""
         self._by_namespace = {}
         self.n_objects = self.reserved = 0
-        self.share_out([share.quota for share in self.shares if share.quota is not None])
+        self.share_out(self.quotas)
 
     def reserve(
         self, n_objects: int, needed_by: str | None = None, at_s: float = 0.0

@@ -149,8 +149,10 @@ class TierMoves:
 
         Not of a tier that is shared: what is there is not ours alone, and goes by its lifetime.
         """
-        if keys and not tier.settings.is_shared:
-            self._out.effects.append(effects.DropObjects(tier.name, namespace, joined(keys)))
+        if keys and tier.writes is None:
+            self._out.effects.append(
+                effects.DropObjects(tier.name, tier.stored_as(namespace), joined(keys))
+            )
 
 
 def joined(keys: Sequence[bytes]) -> bytes:

@@ -17,9 +17,11 @@ What must not live here: who wants a pin, and when it ends (``leases.pins``).
 
 from __future__ import annotations
 
+import enum
 import math
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.eviction import path_of
@@ -49,6 +51,36 @@ ASKS: Final = 64
 lifetime, once more."""
 
 
+LOOK_S: Final = 1.0
+"""So often it is looked why a pin is not written."""
+
+
+class PinWait(enum.Enum):
+    """Why a tier has not all of a pin, or has it and does not write it again in time."""
+
+    NEVER = "never"
+    """Nothing is written there."""
+    AWAY = "away"
+    """Nothing is written there now."""
+    NO_ROOM = "no-room"
+    """In the half of a tier, or of a share of it, that pins have."""
+    CEILING = "ceiling"
+    """Of its namespace, in a store."""
+    MOVING = "moving"
+    """It is being written."""
+    LEFT_POOL = "left-pool"
+    """What is to be written is not in the pool."""
+    TURN = "turn"
+    """Others are being written."""
+
+
+class UnwrittenPin(msgspec.Struct, frozen=True):
+    """Why, and since when."""
+
+    why: PinWait
+    since_s: float
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PinInStore:
     """What is known of one pin in a store, between two looks at all of its pages."""
@@ -75,7 +107,7 @@ class TierPin:
     ``lease`` has it in the pool, until it has given way.
     """
 
-    __slots__ = ("in_store", "keys", "lease", "namespace", "tokens")
+    __slots__ = ("in_store", "keys", "lease", "namespace", "tokens", "unwritten")
 
     def __init__(self, lease: LeaseRecord, keys: bytes) -> None:
         self.lease = lease
@@ -84,6 +116,8 @@ class TierPin:
         self.keys = keys
         self.in_store: dict[str, PinInStore] = {}
         """By tier, of those that nodes share."""
+        self.unwritten: dict[str, UnwrittenPin] = {}
+        """By tier, why it has not all of it."""
 
     @property
     def key(self) -> bytes:
@@ -104,7 +138,7 @@ class TierPin:
 class TierPins:
     """The pins of a node in its tiers, by number."""
 
-    __slots__ = ("_demoters", "_keys", "_out", "_promotions", "by_id")
+    __slots__ = ("_demoters", "_keys", "_look_at_s", "_out", "_promotions", "by_id")
 
     def __init__(
         self,
@@ -117,6 +151,7 @@ class TierPins:
         self._promotions = promotions
         self._keys = keys
         self._out = out
+        self._look_at_s = 0.0
         self.by_id: dict[int, TierPin] = {}
 
     # ---- begin and end -----------------------------------------------------------------------
@@ -129,6 +164,7 @@ class TierPins:
         path = reversed([*path_of(anchor)])
         keys = joined([key for node in path for key in self._keys.of(node)])
         self.by_id[pin] = kept = TierPin(lease, keys)
+        self._look_at_s = 0.0
         for demoter in self._demoters:
             tier = demoter.tier
             tier.index.pin(kept.namespace, kept.key)
@@ -187,16 +223,17 @@ class TierPins:
         )
 
     def kept(self, pin: int) -> list[PinKeptState]:
-        """What each tier has of it that has any."""
+        """What each tier has of it, and why not more."""
         kept = self.by_id.get(pin)
         if kept is None:
             return []
-        found = [self._kept_in(kept, demoter.tier) for demoter in self._demoters]
-        return [one for one in found if one.pages]
+        return [self._kept_in(kept, demoter) for demoter in self._demoters]
 
-    def _kept_in(self, kept: TierPin, tier: StorageTier) -> PinKeptState:
+    def _kept_in(self, kept: TierPin, demoter: Demoter) -> PinKeptState:
+        tier = demoter.tier
         n_pages, known = self._leading(kept, tier), kept.in_store.get(tier.name)
-        left_s = due_in_s = None
+        left_s = due_in_s = for_s = None
+        why = ""
         if n_pages < kept.n_pages:
             words = f"tier {tier.name} has {n_pages} of {kept.n_pages} pages"
         else:
@@ -205,12 +242,19 @@ class TierPins:
                 left_s = known.until_s - self._out.at_s
                 due_in_s = max(0.0, known.due_s - self._out.at_s)
                 words += f" for {left_s:.0f} s, and it is written again in {due_in_s:.0f} s"
+        unwritten = kept.unwritten.get(tier.name)
+        if unwritten is not None and (n_pages < kept.n_pages or due_in_s == 0):
+            why, for_s = self._why(kept, demoter, unwritten.why), self._out.at_s - unwritten.since_s
+            again = " again" if known is not None and n_pages == kept.n_pages else ""
+            words += f"; not written{again} for {for_s:.0f} s: {why}"
         return PinKeptState(
             tier=tier.name,
             pages=n_pages,
             of_pages=kept.n_pages,
             left_s=left_s,
             due_in_s=due_in_s,
+            why=why,
+            for_s=for_s,
             words=words,
         )
 
@@ -245,12 +289,99 @@ class TierPins:
         known.until_s = min([writes.until_s(key) for key in each_key(kept.keys)])
         known.due_s = writes.due_s(known.until_s) if known.until_s else 0.0
 
+    # ---- why it is not there -----------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Note of each pin why a tier has not all of it, and since when."""
+        now_s = self._out.at_s
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + LOOK_S
+        for demoter in self._demoters:
+            tier, moving = demoter.tier, demoter.keys_on_their_way()
+            fit = {id(kept) for kept in self._that_fit(demoter)}
+            for kept in self.by_id.values():
+                known = kept.in_store.get(tier.name)
+                if self._has_all(kept, tier) and (known is None or now_s < known.due_s):
+                    kept.unwritten.pop(tier.name, None)
+                    continue
+                why = self._waits_for(kept, demoter, moving, fits=id(kept) in fit)
+                before = kept.unwritten.get(tier.name)
+                if before is None or before.why is not why:
+                    kept.unwritten[tier.name] = UnwrittenPin(why, now_s)
+
+    def _waits_for(
+        self, kept: TierPin, demoter: Demoter, moving: set[bytes], *, fits: bool
+    ) -> PinWait:
+        tier, writes = demoter.tier, demoter.tier.writes
+        found = PinWait.TURN
+        if tier.settings.demotion is Demotion.NEVER:
+            found = PinWait.NEVER
+        elif not tier.is_written:
+            found = PinWait.AWAY
+        elif not fits:
+            found = PinWait.NO_ROOM
+        elif not moving.isdisjoint(each_key(kept.keys)):
+            found = PinWait.MOVING
+        elif writes and writes.is_full(kept.namespace) and not self._has_all(kept, tier):
+            found = PinWait.CEILING
+        elif self._in_pool(kept) < kept.n_pages:
+            found = PinWait.LEFT_POOL
+        return found
+
+    def _in_pool(self, kept: TierPin) -> int:
+        """How many of its first pages."""
+        along = self._keys.along(kept.tokens, kept.namespace)
+        return min(kept.n_pages, sum([node.n_pages for node in along]))
+
+    def _why(self, kept: TierPin, demoter: Demoter, why: PinWait) -> str:
+        """The same in words, with what is so now."""
+        tier = demoter.tier
+        index, writes = tier.index, tier.writes
+        said = ""
+        match why:
+            case PinWait.NEVER:
+                said = f'tiers.{tier.name}.demote is "never"'
+            case PinWait.AWAY:
+                said = f"the tier is {tier.word}{': ' if tier.why else ''}{tier.why}"
+            case PinWait.NO_ROOM:
+                share = (writes or index).share_of(kept.namespace)
+                most = min(index.capacity, tier.room_by_share()[share]) // 2
+                what = f"the quota of {share.quota.namespace}" if share.quota else "it"
+                said = f"all pins may have {most} pages there, half of {what}, and they need more"
+            case PinWait.CEILING:
+                said = self._ceiling_words(kept, writes)
+            case PinWait.MOVING:
+                said = "it is being written"
+            case PinWait.LEFT_POOL:
+                n_away = kept.n_pages - self._in_pool(kept)
+                then = "are read into it first" if writes else "are not written until they are"
+                said = f"{n_away} pages of it are not in the pool, and {then}"
+            case PinWait.TURN:
+                n_moving = len(demoter.keys_on_their_way())
+                said = f"it waits its turn, {n_moving} other pages are on their way"
+        return said
+
+    def _ceiling_words(self, kept: TierPin, writes: StoreWrites | None) -> str:
+        if writes is None:
+            return "its namespace was at its ceiling"
+        share = writes.share_of(kept.namespace)
+        most, in_s = writes.room_of(share), writes.room_in_s(share)
+        return (
+            f"its namespace is at its ceiling there, {most} pages, and the next of these are as "
+            f"old as they get in {in_s:.0f} s"
+        )
+
     # ---- what is written ---------------------------------------------------------------------
 
     def turn(self) -> None:
         """Order what is pinned and not there yet, or not for long."""
         if not self.by_id:
             return
+        self._order()
+        self._look()
+
+    def _order(self) -> None:
         for demoter in self._demoters:
             tier = demoter.tier
             if not tier.is_written or tier.settings.demotion is Demotion.NEVER:

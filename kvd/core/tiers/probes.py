@@ -19,14 +19,12 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 
 from kvd.core import effects
-from kvd.core.cache.namespaces import name_in, names_of
 from kvd.core.tiers.keys import keys_along, next_key
 from kvd.core.tiers.moves import joined
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from kvd.core.inputs import TierProbed
+    from kvd.core.leases.flushes import Flushes
     from kvd.core.outbox import Outbox
     from kvd.core.tiers.moves import TierMoves
     from kvd.core.tiers.tier import StorageTier
@@ -38,8 +36,6 @@ MOST_KEYS: Final = 256
 """Of one prompt at a time."""
 MOST_ABSENT: Final = 65536
 """Keys that are remembered as not there."""
-MOST_CLOSED: Final = 1024
-"""Flushes that are remembered; then nothing is asked for at all."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -76,21 +72,23 @@ class Probes:
     """The questions to the tiers that are shared."""
 
     def __init__(
-        self, tiers: tuple[StorageTier, ...], page_bytes: int, moves: TierMoves, out: Outbox
+        self,
+        tiers: tuple[StorageTier, ...],
+        page_bytes: int,
+        moves: TierMoves,
+        flushes: Flushes,
+        out: Outbox,
     ) -> None:
-        self._tiers = tuple([tier for tier in tiers if tier.settings.is_shared])
+        self._tiers = tuple([tier for tier in tiers if tier.writes is not None])
         self._page_bytes = page_bytes
         self._moves = moves
+        self._flushes = flushes
         self._out = out
         self.under_way: dict[int, TierProbe] = {}
         """By ticket."""
         self._by_first: dict[bytes, TierProbe] = {}
         self._absent: dict[bytes, float] = {}
         """Until when it is not asked for again; the oldest first."""
-        self._closed: dict[str, float] = {}
-        """Names of namespaces that were flushed, and until when nothing of them is asked for."""
-        self._all_closed_s = 0.0
-        """The same of all namespaces."""
         self._forgotten_s = 0.0
         """When all that is known was last forgotten."""
 
@@ -114,7 +112,7 @@ class Probes:
             coming = self._by_first.get(first)
             if coming is not None:
                 return coming
-            if self._absent.get(first, 0.0) > now_s or self._is_not_asked(namespace):
+            if self._absent.get(first, 0.0) > now_s or self._is_not_asked(tier, namespace):
                 tier.counts.unasked += 1
                 continue
             if len(self.under_way) >= MOST_PROBES:
@@ -164,25 +162,10 @@ class Probes:
 
     # ---- what is not asked for -------------------------------------------------------------------
 
-    def close(self, keys: Collection[str] | None, namespace: str | None) -> None:
-        """These were flushed, as ``Tiers.flush`` has it."""
-        if not self._tiers:
-            return
-        until_s = self._out.at_s + max([tier.settings.lifetime_s for tier in self._tiers])
-        if namespace is not None:
-            self._closed[namespace] = until_s
-        for key in keys or ():
-            self._closed[name_in(key)] = until_s
-        if (keys is None and namespace is None) or len(self._closed) > MOST_CLOSED:
-            self._all_closed_s = until_s
-        for probe in self.under_way.values():
-            probe.is_void = probe.is_void or self._is_not_asked(probe.namespace)
-
-    def _is_not_asked(self, namespace: str) -> bool:
-        if self._out.at_s < self._all_closed_s:
-            return True
-        closed = self._closed
-        return bool(closed) and not closed.keys().isdisjoint(names_of(namespace))
+    def _is_not_asked(self, tier: StorageTier, namespace: str) -> bool:
+        """Whether what was there before its last flush may be there still."""
+        flush, lifetime_s = self._flushes.last(namespace), tier.settings.lifetime_s
+        return flush is not None and (not lifetime_s or self._out.at_s - flush.at_s < lifetime_s)
 
     # ---- what ends -------------------------------------------------------------------------------
 
@@ -192,15 +175,15 @@ class Probes:
         self.under_way, self._by_first = {}, {}
         return cut
 
-    def tick(self) -> None:
-        """End a process that answers none, and forget what may not be there any more."""
+    def tick(self) -> list[StorageTier]:
+        """End a process that answers none, and forget what may not be there any more; of which."""
         now_s = self._out.at_s
         for probe in self.under_way.values():
             silent_s = now_s - probe.since_s
             if silent_s >= probe.tier.settings.deadline_s:
                 self._moves.restart(f"{probe.name} of tier {probe.tier.name}", silent_s)
                 break
-        self._closed = {name: until_s for name, until_s in self._closed.items() if until_s > now_s}
+        forgotten: list[StorageTier] = []
         for tier in self._tiers:
             lifetime_s = tier.settings.lifetime_s
             # What is known was learned after the last time: none of it is older than that.
@@ -208,3 +191,5 @@ class Probes:
                 self._forgotten_s = now_s
                 for namespace in tier.index.namespaces():
                     tier.index.forget_namespace(namespace)
+                forgotten.append(tier)
+        return forgotten

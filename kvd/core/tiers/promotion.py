@@ -43,6 +43,7 @@ from kvd.wire import events
 if TYPE_CHECKING:
     from kvd.core.inputs import Promoted
     from kvd.core.leases.admission import Admission
+    from kvd.core.leases.flushes import Flushes
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
     from kvd.core.tiers.moves import TierMoves
@@ -146,6 +147,7 @@ class Promotions:
         admission: Admission,
         keys: KeysAtNodes,
         moves: TierMoves,
+        flushes: Flushes,
         out: Outbox,
     ) -> None:
         self._tiers = tiers
@@ -155,7 +157,7 @@ class Promotions:
         self._moves = moves
         self._out = out
         self._page_bytes = leases.page_size * ID_BYTES
-        self.probes = Probes(tiers, self._page_bytes, moves, out)
+        self.probes = Probes(tiers, self._page_bytes, moves, flushes, out)
         self._coming: dict[bytes, PagePromotion] = {}
         """By key, what is being read."""
         self._hints: dict[int, Claim] = {}
@@ -345,7 +347,7 @@ class Promotions:
             effects.Promote(
                 ticket=ticket,
                 tier=tier.name,
-                namespace=claim.namespace,
+                namespace=tier.stored_as(claim.namespace),
                 keys=joined(keys),
                 pages=lease.held,
             )
@@ -390,18 +392,19 @@ class Promotions:
         """The pages are written no more: what is good is cached, and whoever waits goes on."""
         tier, index = move.tier, move.tier.index
         n_good = min([at for at in got.bad if 0 <= at < len(move.keys)], default=len(move.keys))
-        gone = index.forget(move.namespace, move.keys[n_good:])
+        # What is void went with its namespace; by these keys others may have come since.
+        gone = [] if move.is_void else index.forget(move.namespace, move.keys[n_good:])
         # Where none came it may be the store that is silent: what it has may be as good as ever.
         if tier.writes is not None and len(got.bad) < len(move.keys):
             tier.writes.forget([move.keys[at] for at in got.bad if 0 <= at < len(move.keys)])
         self._moves.drop(tier, move.namespace, gone)
-        if not tier.settings.is_shared:
+        if tier.writes is None:
             side = side_of(move.namespace, index.share_of(move.namespace))
             index.removed.went(BAD, gone, side, self._out.at_s)
         tier.counts.bad += len(got.bad)
         took_s = self._out.at_s - move.since_s
         tier.measure_read(got.n_bytes, took_s)
-        tier.was_read(move.ticket, n_good, got.why or "nothing was read")
+        tier.was_read(n_good, got.why or "nothing was read")
         n_cached = 0 if move.is_void else self._keep(move.lease, n_good)
         tier.counts.read += n_cached
         self._out.emit(
@@ -478,7 +481,6 @@ class Promotions:
     def tick(self) -> None:
         """Whoever has waited long enough goes on with what is in the pool."""
         now_s = self._out.at_s
-        self.probes.tick()
         for move in list(self._moves.under_way.values()):
             if not isinstance(move, PagePromotion):
                 continue

@@ -26,7 +26,8 @@ import msgspec
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.evictions import MOST_MISSED, MOST_THRASHING, NO_QUOTA
-from kvd.core.cache.namespaces import base_of, names_of
+from kvd.core.cache.flushed_before import FlushedBefore
+from kvd.core.cache.namespaces import base_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,8 +64,7 @@ THRASH_PART: Final = 4
 """One in so many of the objects that went is asked for again soon; half of that goes on with it."""
 
 MOST_DROPPED: Final = 64
-"""Removals of a whole namespace, and of what was found at a start, that are remembered; and so many
-names that were flushed."""
+"""Removals of a whole namespace, and of what was found at a start, that are remembered."""
 
 OLDEST: Final = "oldest"
 BAD: Final = "bad"
@@ -177,12 +177,10 @@ class RemovedObjects:
     """The record of one tier, which holds ``capacity`` objects."""
 
     __slots__ = (
-        "_all_flushed_upto",
-        "_flushed",
-        "_flushed_upto",
         "_rows",
         "capacity",
         "dropped",
+        "flushed",
         "missed",
         "n_missed",
         "n_missed_soon",
@@ -195,11 +193,8 @@ class RemovedObjects:
         self.capacity = capacity
         self._rows = bytearray()
         """By the low bits of the digest, the newest in its place; made with the first."""
-        self._flushed: OrderedDict[str, int] = OrderedDict()
-        """By what was flushed, the last removal before that; the last flush at the end."""
-        self._all_flushed_upto = self._flushed_upto = 0
-        """The last removal before the last flush of everything, and of anything: those go on no
-        more."""
+        self.flushed = FlushedBefore()
+        """Of removals."""
         self.removals: OrderedDict[int, Removal] = OrderedDict()
         """By number; those that began last at the end."""
         self.pairs: OrderedDict[tuple[str, str], TierPair] = OrderedDict()
@@ -225,7 +220,8 @@ class RemovedObjects:
             removal is None
             or at_s - removal.at_s > TOGETHER_S
             or (self.n_removed - removal.first) * TOGETHER_PART >= self.capacity
-            or removal.number <= self._flushed_upto
+            # It goes on no more.
+            or removal.number <= self.flushed.last
             or (removal.reason.beyond_pages > 0) is not (given.beyond_pages > 0)
         ):
             removal = self._begin(OLDEST, hurt, needed_by, at_s)
@@ -260,24 +256,9 @@ class RemovedObjects:
                 )
             )
 
-    def flushed(self, namespace: str | None) -> None:
-        """Of this one, or of all, nobody wants what is there, nor what has gone before.
-
-        The name of a base means its members too. Whether anything of it is left there makes no
-        difference.
-        """
-        self._flushed_upto = next(reversed(self.removals), 0)
-        if namespace is None:
-            self._all_flushed_upto = self._flushed_upto
-            return
-        self._flushed.pop(namespace, None)
-        self._flushed[namespace] = self._flushed_upto
-        if len(self._flushed) > MOST_DROPPED:
-            self._flushed.popitem(last=False)
-
-    def _is_flushed(self, removal: Removal, namespace: str) -> bool:
-        flushed = [self._flushed.get(name, 0) for name in names_of(namespace)]
-        return removal.number <= max(self._all_flushed_upto, *flushed)
+    def note_flush(self, namespace: str | None) -> None:
+        """Of this one, or of all, nobody wants what is there, nor what has gone before."""
+        self.flushed.note(namespace, next(reversed(self.removals), 0))
 
     def _begin(self, why: str, hurt: str, needed_by: str, at_s: float) -> Removal:
         number = next(reversed(self.removals)) + 1 if self.removals else 1
@@ -321,7 +302,7 @@ class RemovedObjects:
         if removal is None or told % 2:
             return None
         # What would not be there in any case is nobody's loss.
-        if self._is_flushed(removal, namespace):
+        if self.flushed.has(namespace, removal.number):
             return None
         _ROW.pack_into(self._rows, at, int.from_bytes(key[:_DIGEST_BYTES], "little"), told + 1)
         return removal

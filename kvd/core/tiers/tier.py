@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.evictions import MOST_LEFT
-from kvd.core.cache.namespaces import names_of
 from kvd.core.tiers.index import TierIndex
 from kvd.core.tiers.store_writes import StoreWrites
 from kvd.wire import events
 
 if TYPE_CHECKING:
     from kvd.core.cache.quotas import QuotaShare
+    from kvd.core.leases.flushes import Flushes
     from kvd.core.outbox import Outbox
     from kvd.core.settings import TierSettings
 
 FAILURES: Final = 3
 """Orders in a row that came to nothing, until a tier is away."""
 
-MOST_UNSEEN: Final = 1024
-"""Names that were flushed while no process serves a tier; more of them are a flush of all."""
+MARK: Final = "\x1e"
+"""Between a namespace and the mark of a flush; no name has it (``cache.namespaces``)."""
 
 AWAY_S: Final = 1.0
 MOST_AWAY_S: Final = 60.0
@@ -149,26 +149,10 @@ class StorageEnding:
         self.why = ""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
-class UnseenFlushes:
-    """What was flushed while nobody said what lies in a tier: the next process removes it."""
-
-    __slots__ = ("is_of_all", "names")
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self.is_of_all = False
-
-    def note(self, namespace: str | None) -> None:
-        """Of this one and its members, or of all of them."""
-        if namespace is not None:
-            self.names.add(namespace)
-        # Rather hits are lost than that what was flushed is found.
-        self.is_of_all = self.is_of_all or namespace is None or len(self.names) > MOST_UNSEEN
-
-    def are_about(self, namespace: str) -> bool:
-        """Whether one of them was about that, as the tree has it."""
-        return self.is_of_all or not self.names.isdisjoint(names_of(namespace))
+def parted(stored: str) -> tuple[str, str]:
+    """A namespace as a tier has it: as the tree has it, and the mark of the flush before."""
+    namespace, _, mark = stored.partition(MARK)
+    return namespace, mark
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -177,32 +161,37 @@ class StorageTier:
 
     __slots__ = (
         "_ending",
+        "_flushes",
         "_out",
         "counts",
         "down_why",
-        "dropped_namespaces",
-        "flushes",
         "generation",
         "gives_way_since_s",
         "health",
         "index",
         "left",
         "name",
+        "of_before",
         "read_rate",
         "settings",
+        "shared_out_s",
         "writes",
         "writing",
         "written_rate",
     )
 
-    def __init__(self, settings: TierSettings, ending: StorageEnding, out: Outbox) -> None:
+    def __init__(
+        self, settings: TierSettings, flushes: Flushes, ending: StorageEnding, out: Outbox
+    ) -> None:
         self.settings = settings
         self.name = settings.name
         n_objects = max(1, settings.capacity_bytes // settings.object_bytes)
         is_shared, quotas = settings.is_shared, settings.quotas
         self.index = TierIndex(n_objects, () if is_shared else quotas)
+        self.shared_out_s: float | None = None
+        """When it had other quotas than before; None: it has those of the start."""
         self.writes = StoreWrites(settings.lifetime_s, quotas, out) if is_shared else None
-        """What is known of one that nodes share beside the index."""
+        """What is known of one that nodes share beside the index; None: it is this node's alone."""
         self.counts = TierCounts()
         self.left: OrderedDict[int, bytes] = OrderedDict()
         """By the number of a node that has left the pool, the key of its last page, which lay here
@@ -219,11 +208,10 @@ class StorageTier:
         self.written_rate = 0.0
         self.gives_way_since_s: float | None = None
         """Since when what is written goes slowly, beside handoffs; None: it does not."""
-        self.dropped_namespaces: dict[str, int] = {}
-        """Those whose objects were ordered away, by the last ticket before: as long as no later
-        one is answered nobody knows that it was done."""
-        self.flushes = UnseenFlushes()
-        """While no process serves it: nobody knows what lies there, and what of that they mean."""
+        self.of_before: dict[str, int] = {}
+        """Namespaces as they are stored that a process has met and nobody wants, and how many
+        objects of each: they are ordered away when it serves."""
+        self._flushes = flushes
         self._ending = ending
         self._out = out
 
@@ -287,6 +275,18 @@ class StorageTier:
             return 0.0
         return 1000.0 * n_objects * self.settings.object_bytes / self.read_rate
 
+    # ---- what it is called there -------------------------------------------------------------
+
+    def stored_as(self, namespace: str) -> str:
+        """A namespace as this tier has it: nothing of before a flush bears that name."""
+        # What nodes share has the names that all of them use.
+        mark = "" if self.writes is not None else self._flushes.mark_of(namespace)
+        return f"{namespace}{MARK}{mark}" if mark else namespace
+
+    def met_before(self, stored: str, n_objects: int) -> None:
+        """So many objects lie there that are of before a flush, or of an epoch that is over."""
+        self.of_before[stored] = self.of_before.get(stored, 0) + n_objects
+
     def note_left(self, node: int, key: bytes) -> None:
         """A node has left the pool, and its last page lies here."""
         self.left[node] = key
@@ -295,17 +295,15 @@ class StorageTier:
 
     # ---- how an order went -------------------------------------------------------------------
 
-    def was_read(self, ticket: int, n_objects: int, why: str) -> None:
-        """An order to read is over, and so are those before it: so many of its objects came."""
-        self._came_to(ticket)
+    def was_read(self, n_objects: int, why: str) -> None:
+        """An order to read is over: so many of its objects came."""
         if not n_objects:
             self.failed(why)
         elif self.health.succeeded():
             self._out.emit(events.TierBack(tier=self.name))
 
-    def was_written(self, ticket: int, n_objects: int, why: str) -> None:
+    def was_written(self, n_objects: int, why: str) -> None:
         """The same of an order to write: so many of its objects are there."""
-        self._came_to(ticket)
         if not n_objects:
             self.counts.failed_orders += 1
             if self.writing.failed(why, self._out.at_s):
@@ -314,19 +312,6 @@ class StorageTier:
         was_away = self.health.succeeded()
         if self.writing.succeeded() or was_away:
             self._out.emit(events.TierBack(tier=self.name))
-
-    def flushed(self, namespace: str | None) -> None:
-        """This one, or everything, is to be found there no more."""
-        if not self.generation:
-            self.flushes.note(namespace)
-
-    def _came_to(self, ticket: int) -> None:
-        if self.dropped_namespaces:
-            self.dropped_namespaces = {
-                namespace: before
-                for namespace, before in self.dropped_namespaces.items()
-                if before >= ticket
-            }
 
     def failed(self, why: str) -> None:
         """An order that was none to write has come to nothing, or the process of any is gone."""

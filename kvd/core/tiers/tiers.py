@@ -2,9 +2,10 @@
 
 A node without tiers has this too, with nothing in it: then nothing here costs a step anything.
 
-A namespace that was flushed must not come back from a disk. So its objects are ordered away in the
-same step; what is under way of it is void; and where the storage process ends before it is known to
-have obeyed, what the next one finds of that namespace is ordered away again.
+A namespace that was flushed must not come back from a disk, whatever becomes of a process. So what
+is written since bears the mark of the flush (``leases.flushes``), and what bears another one, or is
+of an epoch that is over, is *of before*: it is not found, and ordered away, in the step of the
+flush and wherever a storage process meets it. What is under way of it is void.
 
 What must not live here: what one order is (``demotion``, ``promotion``).
 """
@@ -27,13 +28,13 @@ from kvd.core.tiers.node_keys import KeysAtNodes
 from kvd.core.tiers.pins import TierPins
 from kvd.core.tiers.promotion import PagePromotion, Promotions
 from kvd.core.tiers.removed import BEYOND, EPOCH, FLUSH, FOREIGN, MissedObjects, Removal, side_of
-from kvd.core.tiers.tier import StorageEnding, StorageTier, UnseenFlushes
+from kvd.core.tiers.tier import StorageEnding, StorageTier, parted
 from kvd.types import ID_BYTES
 from kvd.wire import events
 from kvd.wire.cache_events import CacheThrashing
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from kvd.core.cache.lease import Claim
     from kvd.core.cache.radix_node import RadixNode
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kvd.core.layout.quota import Quota
     from kvd.core.leases.admission import Admission
     from kvd.core.leases.epochs import Epochs
+    from kvd.core.leases.flushes import Flushes
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
     from kvd.core.settings import Settings
@@ -59,6 +61,7 @@ class Tiers:
         leases: LeaseTable,
         admission: Admission,
         epochs: Epochs,
+        flushes: Flushes,
         out: Outbox,
     ) -> None:
         # What lies beside the first component has pages of its own at the nodes, which no object
@@ -66,16 +69,21 @@ class Tiers:
         is_fit = not leases.components.each and settings.cache_mode is CacheMode.RADIX
         ending = StorageEnding()
         self.moves = TierMoves(ending, out)
-        self.each = tuple([StorageTier(tier, ending, out) for tier in settings.tiers if is_fit])
+        self.each = tuple(
+            [StorageTier(tier, flushes, ending, out) for tier in settings.tiers if is_fit]
+        )
         self.keys = KeysAtNodes(settings.spec, leases.tree)
         self.quiet = QuietLocks(leases.tree)
         self.demoters = tuple(
             [Demoter(tier, leases, self.keys, self.quiet, self.moves, out) for tier in self.each]
         )
-        self.promotions = Promotions(self.each, leases, admission, self.keys, self.moves, out)
+        self.promotions = Promotions(
+            self.each, leases, admission, self.keys, self.moves, flushes, out
+        )
         self.pins = TierPins(self.demoters, self.promotions, self.keys, out)
         self._leases = leases
         self._epochs = epochs
+        self._flushes = flushes
         self._out = out
         self._is_flushing = False
         self.at_stop: tuple[StopDemotion, ...] = ()
@@ -93,8 +101,9 @@ class Tiers:
         for tier in self.each:
             if tier.writes is not None:
                 tier.writes.share_out(of_store)
-            else:
+            elif of_disk != tier.index.quotas:
                 tier.index.share_out(of_disk)
+                tier.shared_out_s = self._out.at_s
 
     # ---- told by the tree --------------------------------------------------------------------
 
@@ -120,7 +129,7 @@ class Tiers:
         for tier in self.each:
             index = tier.index
             side = side_of(claim.namespace, index.share_of(claim.namespace))
-            if not tier.settings.is_shared and index.removed.has_hurt(side):
+            if tier.writes is None and index.removed.has_hurt(side):
                 self._missed_in(tier, claim, anchor)
 
     def _missed_in(self, tier: StorageTier, claim: Claim, anchor: RadixNode) -> None:
@@ -174,7 +183,7 @@ class Tiers:
             found.setdefault(removal.needed_by, []).append(removal)
         return first, found
 
-    def flush(self, keys: Collection[str] | None, namespace: str | None = None) -> tuple[int, int]:
+    def flush(self, keys: Collection[str] | None, namespace: str | None) -> tuple[int, int]:
         """Drop these namespaces of the tree, or all, in the pool and in every tier.
 
         Args:
@@ -184,42 +193,68 @@ class Tiers:
         Returns:
             As ``Evictor.flush``.
         """
+        now_s = self._out.at_s
+        # Rather hits are lost than that what was flushed is found.
+        meant = namespace if self._flushes.has_room(namespace, now_s) else None
+        self._drop_below(lambda known: known if meant is None else keys_meant(meant, known))
         for tier in self.each:
-            known = {*tier.index.namespaces(), *[m.namespace for m in self._moving(tier)]}
-            # Of a store it is forgotten what lies there, and pins know it still.
-            known.update(self.pins.namespaces())
-            meant = known if keys is None else known & set(keys)
-            if namespace is not None:
-                meant |= set(keys_meant(namespace, known))
-            for name in sorted(meant):
-                self._drop_namespace(tier, name, EPOCH if self._epochs.over([name]) else FLUSH)
-            if keys is None or namespace is not None:
-                tier.index.removed.flushed(namespace)
-                tier.flushed(namespace)
-        self.promotions.probes.close(keys, namespace)
+            tier.index.removed.note_flush(meant)
+        if self.each:
+            self._flushes.note(meant, now_s)
+        return self._flush_tree(keys, namespace)
+
+    def end_epochs(self, keys: Collection[str], base: str | None = None) -> tuple[int, int]:
+        """Drop these of the tree, whose epochs are over, and all of such epochs in every tier.
+
+        As ``flush``; that they are over is kept with the epochs.
+        """
+        self._drop_below(self._epochs.over)
+        return self._flush_tree(keys, base)
+
+    def _flush_tree(self, keys: Collection[str] | None, namespace: str | None) -> tuple[int, int]:
         self._is_flushing = True
         flushed = self._leases.evictor.flush(keys, namespace)
         self._is_flushing = False
         return flushed
 
-    def _moving(self, tier: StorageTier) -> list[NodeDemotion | PagePromotion]:
-        return [
-            move
+    def _drop_below(self, dropped: Callable[[Collection[str]], Iterable[str]]) -> None:
+        """Nothing of these is found in a tier any more: ``dropped`` of those that are known."""
+        for tier in self.each:
+            for namespace in sorted(dropped(self._known(tier))):
+                self._drop_namespace(tier, namespace)
+        for probe in self.promotions.probes.under_way.values():
+            probe.is_void = probe.is_void or bool([*dropped([probe.namespace])])
+
+    def _known(self, tier: StorageTier) -> set[str]:
+        """The namespaces of which anything is known to lie there, or moves."""
+        moving = [
+            move.namespace
             for move in self.moves.under_way.values()
             if move.tier is tier and isinstance(move, (NodeDemotion, PagePromotion))
         ]
+        # Of a store it is forgotten what lies there, and pins know it still.
+        return {*tier.index.namespaces(), *moving, *self.pins.namespaces()}
 
-    def _drop_namespace(self, tier: StorageTier, namespace: str, why: str) -> None:
+    def _drop_namespace(self, tier: StorageTier, namespace: str) -> None:
         n_objects = tier.index.forget_namespace(namespace)
-        if not tier.settings.is_shared:
-            removed = tier.index.removed
-            removed.went_as_a_whole(why, namespace, n_objects, self._out.at_s)
         self.pins.forget_namespace(tier, namespace)
-        tier.dropped_namespaces[namespace] = self.moves.last_ticket
-        for move in self._moving(tier):
-            move.is_void = move.is_void or move.namespace == namespace
+        for move in self.moves.under_way.values():
+            if move.tier is tier and isinstance(move, (NodeDemotion, PagePromotion)):
+                move.is_void = move.is_void or move.namespace == namespace
+        tier.met_before(tier.stored_as(namespace), n_objects)
         if tier.generation:
-            self._out.effects.append(effects.DropNamespace(tier.name, namespace))
+            self._remove_of_before(tier)
+
+    def _remove_of_before(self, tier: StorageTier) -> None:
+        """Have all of it removed that is of before a flush, or of an epoch that is over."""
+        for stored, n_objects in sorted(tier.of_before.items()):
+            namespace, _ = parted(stored)
+            why = EPOCH if self._epochs.over([namespace]) else FLUSH
+            if tier.writes is None:
+                removed = tier.index.removed
+                removed.went_as_a_whole(why, namespace, n_objects, self._out.at_s)
+            self._out.effects.append(effects.DropNamespace(tier.name, stored))
+        tier.of_before = {}
 
     # ---- told by the storage process ---------------------------------------------------------
 
@@ -228,10 +263,12 @@ class Tiers:
         tier = self.named(got.tier)
         if tier is None:
             return
-        if tier.flushes.are_about(got.namespace):
-            tier.dropped_namespaces[got.namespace] = self.moves.last_ticket
-        if got.namespace not in tier.dropped_namespaces:
-            tier.index.found(got.namespace, each_key(got.keys))
+        namespace, mark = parted(got.namespace)
+        keys = each_key(got.keys)
+        if mark == self._flushes.mark_of(namespace) and not self._epochs.over([namespace]):
+            tier.index.found(namespace, keys)
+        else:
+            tier.met_before(got.namespace, len(keys))
 
     def ready(self, got: TierReady) -> None:
         """It serves; what it found and nobody wants goes first."""
@@ -239,11 +276,7 @@ class Tiers:
         if tier is None:
             return
         tier.generation, tier.down_why = got.generation, ""
-        tier.flushes = UnseenFlushes()
-        # Of an epoch that is over nothing is ever asked again.
-        over = self._epochs.over(tier.index.namespaces())
-        for namespace in sorted({*over, *tier.dropped_namespaces}):
-            self._drop_namespace(tier, namespace, EPOCH if namespace in over else FLUSH)
+        self._remove_of_before(tier)
         self.pins.link(tier)
         removed, at_s = tier.index.removed, self._out.at_s
         removed.went_as_a_whole(FOREIGN, "", got.n_removed, at_s, got.removed_why)
@@ -290,6 +323,7 @@ class Tiers:
             tier.end_way()  # nor does the next process make way, until it is told
             cut = [move for move in moves if move.tier is tier]
             tier.index.clear()
+            tier.of_before = {}
             tier.counts.cut += len(cut)
             if cut:
                 tier.failed(got.why)
@@ -308,7 +342,13 @@ class Tiers:
     def tick(self) -> None:
         """Deadlines, who has waited long enough, and what is to be written."""
         self.moves.restart_if_silent()
+        for tier in self.promotions.probes.tick():
+            # What this node wrote for its pins lies there, however much else is forgotten.
+            self.pins.link(tier)
         self.promotions.tick()
+        for demoter in self.demoters:
+            demoter.look()
+        # Before all else, which would take the room below a ceiling first.
         if not self.at_stop:
             self.pins.turn()
         for demoter in self.demoters:
