@@ -101,7 +101,7 @@ class PinVerbs(Verbs):
 
     def let_go(self, lease: LeaseRecord) -> None:
         """What kept the prefix until it was pinned."""
-        self._leases.release(lease, PIN, "pinned")
+        self._leases.holders.release(lease, PIN, "pinned")
 
     def refuse(self, session: int, message: PinPrefix, refusal: Refusal) -> None:
         """Nothing is pinned."""
