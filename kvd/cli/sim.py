@@ -5,6 +5,7 @@ What lives here: options, the progress bar, tables. What is simulated is in ``kv
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from pathlib import Path
@@ -97,6 +98,12 @@ _RATE = click.FloatRange(min=0.0, min_open=True)
     help="Go on with further seeds for so long.",
 )
 @click.option(
+    "--hours",
+    type=click.FloatRange(min=0.0, min_open=True),
+    metavar="H",
+    help="Go on with further seeds until so much time was simulated.",
+)
+@click.option(
     "--profile",
     type=click.Choice([MIXED, *PROFILES]),
     default=MIXED,
@@ -186,6 +193,7 @@ def sim_command(  # noqa: PLR0913 - one parameter for each option
     steps: int,
     audit_steps: int,
     minutes: float | None,
+    hours: float | None,
     profile: str,
     trace: Path | None,
     pool_tokens: int,
@@ -226,9 +234,8 @@ def sim_command(  # noqa: PLR0913 - one parameter for each option
         return
     first, last = (seed, seed + 1) if seed is not None else _range(seeds or DEFAULT_SEEDS)
     tally = Tally(SimPlan(steps=steps, nodes=nodes or 0, profile=profile, audit_steps=audit_steps))
-    _run(tally, first, last, minutes)
+    _run(tally, _seeds(tally, first, last, minutes=minutes, hours=hours), file)
     _report(tally)
-    _write(file, tally)
     if tally.failures:
         raise SystemExit(1)
 
@@ -245,11 +252,12 @@ def _range(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def _run(tally: Tally, first: int, last: int, minutes: float | None) -> None:
+def _run(tally: Tally, seeds: Iterator[int], file: Path | None) -> None:
+    """All of them; after each ``file`` has what they came to, for a run that is stopped."""
     outcomes: Counter[str] = Counter()
     edges: set[str] = set()
     begun_s = time.process_time()
-    for seed in _seeds(first, last, minutes):
+    for seed in seeds:
         ending = run_seed(seed, tally.plan)
         tally.seeds += 1
         tally.steps += ending.steps
@@ -261,21 +269,28 @@ def _run(tally: Tally, first: int, last: int, minutes: float | None) -> None:
         edges.update(ending.edges)
         if ending.violation:
             tally.failures.append(ending)
-            if len(tally.failures) == MOST_FAILURES:
-                break
-    tally.cpu_s = time.process_time() - begun_s
-    tally.steps_per_minute = 60 * tally.steps / tally.cpu_s
-    tally.outcomes = dict(outcomes.most_common())
-    tally.edges = tuple(sorted(edges))
+        tally.cpu_s = time.process_time() - begun_s
+        tally.steps_per_minute = 60 * tally.steps / tally.cpu_s
+        tally.outcomes = dict(outcomes.most_common())
+        tally.edges = tuple(sorted(edges))
+        _write(file, tally)
+        if len(tally.failures) == MOST_FAILURES:
+            break
 
 
-def _seeds(first: int, last: int, minutes: float | None) -> Iterator[int]:
-    """The seeds, with a bar; with ``minutes`` they go on above ``last`` until the time is over."""
-    until_s = time.monotonic() + 60 * minutes if minutes else None
+def _seeds(
+    tally: Tally, first: int, last: int, *, minutes: float | None, hours: float | None
+) -> Iterator[int]:
+    """The seeds, with a bar; with ``minutes`` or ``hours`` they go on above ``last`` until then."""
+    until_s = time.monotonic() + 60 * minutes if minutes else math.inf
+    simulated_s = 3600 * hours if hours else math.inf
+    is_open = minutes is not None or hours is not None
     with _progress(MofNCompleteColumn()) as progress:
-        task = progress.add_task("seeds", total=None if minutes else last - first)
+        task = progress.add_task("seeds", total=None if is_open else last - first)
         seed = first
-        while time.monotonic() < until_s if until_s is not None else seed < last:
+        while is_open or seed < last:
+            if time.monotonic() >= until_s or tally.simulated_s >= simulated_s:
+                break
             yield seed
             seed += 1
             progress.advance(task)

@@ -54,6 +54,10 @@ NOT_BUILT = {
     "pool.dtype": dict.fromkeys(FOUR_BIT, _PACKED),
     "pool.scale_dtype": dict.fromkeys(FOUR_BIT, _PACKED),
     "pool.index_dtype": dict.fromkeys(FOUR_BIT, _PACKED),
+    "radix.policy": {
+        "tlru": "it goes by how much one conversation may leave to be computed again, which the "
+        "pool of several engines has no figure for"
+    },
     "transfer.transport": {
         "loopback": "loopback moves bytes inside one process and exists for unit tests only"
     },

@@ -267,7 +267,7 @@ class EngineSection(msgspec.Struct, frozen=True):
 class RadixSection(msgspec.Struct, frozen=True):
     """The prefix cache."""
 
-    policy: Literal["lru", "lfu", "fifo", "priority"] = "lru"
+    policy: Literal["lru", "lfu", "slru", "fifo", "priority"] = "lru"
     """Which cached pages give way first when room is needed."""
 
 

@@ -19,5 +19,5 @@ by). Then the rooms, each of which knows only those above it:
 - ``replay``: a node as bytes.
 
 ``recorded`` is what the node knows of its flight recorder, ``outbox`` where a step collects what it
-says.
+says, ``rest`` when a tick has something to do.
 """

@@ -14,19 +14,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvd.core.peers.peer import Life
+from kvd.core.rest import TICK_S, next_tick_s, tick_dues
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from kvd.core.node import NodeState
-    from kvd.core.peers.peer import Peer
-    from kvd.core.settings import Settings
     from kvd.daemon.reactor import Reactor
-
-TICK_S: Final = 0.05
-"""Resolution of deadlines and repetitions."""
 
 REST_S: Final = 0.5
 """From beat to beat at most."""
@@ -91,49 +85,10 @@ class Beats:
         """Sleep until something is due, where nothing happens."""
         was_stirred, self._is_stirred = self._is_stirred, False
         self._reactor.tell_of_stir(self.stir)
-        ours, nodes = self._dues(), node_dues(self._reactor.node)
+        ours, nodes = self._dues(), tick_dues(self._reactor.node)
         if was_stirred or not ours or not nodes:
             return
-        dues = [*ours, *nodes, now_s + REST_S]
-        # All that is due within one tick waits for the last of it, as it would for a tick.
-        until_s = max(min(dues), now_s) + TICK_S
-        due_s = max(due for due in dues if due <= until_s)
+        due_s = next_tick_s(now_s, [*ours, *nodes, now_s + REST_S])
         if due_s > now_s + TICK_S:
             self.end()
             self._go_at(due_s)
-
-
-def node_dues(node: NodeState) -> list[float]:
-    """When a ``Tick`` has something to do next, if nothing else happens.
-
-    None while anything is under way that has a deadline: then every tick counts.
-    """
-    if _is_under_way(node):
-        return []
-    settings = node.settings
-    silences = [
-        due for peer in node.peers.by_name.values() for due in _silence_dues(peer, settings)
-    ]
-    return [node.peers.pulse.due_s, *silences]
-
-
-def _is_under_way(node: NodeState) -> bool:
-    return bool(
-        node.decoder.open.parts
-        or node.decoder.quarantines.leases
-        or node.prefiller.rooms.by_room
-        or node.prefiller.settled_sends.settled
-        or node.prefiller.expired_rooms.by_room
-        or node.admission.queue
-        or node.inquiries.open
-        or node.drainer.drain is not None
-        or not node.peers.generation
-    )
-
-
-def _silence_dues(peer: Peer, settings: Settings) -> Iterator[float]:
-    """When this peer becomes suspect, or lost, if it stays silent."""
-    if peer.life is Life.UP:
-        yield peer.heard_s + settings.suspect_s
-    if peer.life is not Life.LOST:
-        yield peer.heard_s + settings.lost_s

@@ -18,20 +18,17 @@ from typing_extensions import override
 from kvd.core import effects
 from kvd.core.audit.invariants import violations
 from kvd.core.inputs import (
-    AuditTurn,
     CheckedAll,
     FromClient,
     FromOperator,
-    FromPeer,
     FromWorker,
-    RecorderSaid,
     Tick,
     WorkerCopies,
 )
+from kvd.core.rest import is_still
 from kvd.errors import Code, Refusal
 from kvd.wire.admin import AdminFailed
 from kvd.wire.client import Failed, Push
-from kvd.wire.peer import Ping
 
 if TYPE_CHECKING:
     from kvd.core.inputs import Input
@@ -95,7 +92,7 @@ class Reactor:
 
         ``frame`` is what its message came in, if it came in one, for whoever records.
         """
-        if self._on_stir is not None and not _is_still(happened):
+        if self._on_stir is not None and not is_still(happened):
             stir, self._on_stir = self._on_stir, None
             stir()
         if self._is_stepping:
@@ -212,13 +209,6 @@ class Paranoid(Reactor):
         left = self.attempt("check", lambda: violations(self.node))
         if not isinstance(left, Refusal):
             self._known = frozenset(left)
-
-
-def _is_still(happened: Input) -> bool:
-    """Whether it comes to a node to which nothing happens."""
-    return isinstance(happened, Tick | AuditTurn | RecorderSaid) or (
-        isinstance(happened, FromPeer) and isinstance(happened.message, Ping)
-    )
 
 
 def _is_apology(effect: effects.Effect) -> bool:

@@ -6,6 +6,7 @@ of the page before and the tokens on it. Equal names mean equal KV; nothing is h
 
 from __future__ import annotations
 
+from kvd.core.cache.namespaces import key_of
 from kvd.types import ID_BYTES, Tokens, count
 
 UNWRITTEN = 0
@@ -50,13 +51,16 @@ class Contents:
 class WrittenPrompt:
     """A sequence, and what its pages hold when so much of it is written."""
 
-    __slots__ = ("_contents", "n_tokens", "namespace", "pages", "tokens")
+    __slots__ = ("_contents", "epoch", "key", "n_tokens", "namespace", "pages", "tokens")
 
-    def __init__(self, contents: Contents, tokens: Tokens, namespace: str) -> None:
+    def __init__(self, contents: Contents, tokens: Tokens, namespace: str, epoch: int = 0) -> None:
         self.tokens = tokens
         self.namespace = namespace
+        self.epoch = epoch
+        """Of the weights that it is computed with: in another one its KV is another."""
+        self.key = key_of(namespace, epoch)
         self.n_tokens = count(tokens)
-        self.pages = contents.of(tokens, namespace)
+        self.pages = contents.of(tokens, self.key)
         """Contents of all its pages, a last partial one included."""
         self._contents = contents
 
@@ -69,9 +73,20 @@ class WrittenPrompt:
         if rest:
             start = whole * _PAGE_BYTES
             piece = self.tokens[start : start + rest * ID_BYTES]
-            pages.append(self._contents.after(pages[-1] if pages else self.namespace, piece))
+            pages.append(self._contents.after(pages[-1] if pages else self.key, piece))
         return pages
 
     def followed_by(self, tokens: Tokens) -> WrittenPrompt:
         """The sequence with more tokens at its end."""
-        return WrittenPrompt(self._contents, Tokens(self.tokens + tokens), self.namespace)
+        return self._of(Tokens(self.tokens + tokens), self.epoch)
+
+    def beginning(self, n_tokens: int) -> WrittenPrompt:
+        """The first ``n_tokens`` of the sequence alone."""
+        return self._of(Tokens(self.tokens[: n_tokens * ID_BYTES]), self.epoch)
+
+    def computed_in(self, epoch: int) -> WrittenPrompt:
+        """The sequence as the weights of that epoch compute it."""
+        return self if epoch == self.epoch else self._of(self.tokens, epoch)
+
+    def _of(self, tokens: Tokens, epoch: int) -> WrittenPrompt:
+        return WrittenPrompt(self._contents, tokens, self.namespace, epoch)

@@ -61,12 +61,16 @@ class SimSession:
         kind: type[client.Request],
         *fields: object,
         tokens: Tokens = NO_TOKENS,
+        begins: EngineJob | None = None,
     ) -> int:
-        """Make a request; ``heard`` gets its answer. Returns the number of the call."""
+        """Make a request; ``heard`` gets its answer. Returns the number of the call.
+
+        ``begins``: whose lease begins with it, in the epoch that its daemon is in by then.
+        """
         self._n_calls = number = self._n_calls + 1
         self.calls[number] = heard
         message = kind(number, *fields)  # type: ignore[arg-type]  # of its own kind
-        self.host.world.agenda.after(CALL_S, self._submit, message, tokens)
+        self.host.world.agenda.after(CALL_S, self._submit, message, tokens, begins)
         return number
 
     def ask(self, kind: type[client.Request], *fields: object) -> client.Reply | None:
@@ -84,14 +88,19 @@ class SimSession:
             return 0
         return world.rng.choice(STEPS_TOKENS)
 
-    def _submit(self, message: client.Request, tokens: Tokens) -> None:
+    def _submit(
+        self, message: client.Request, tokens: Tokens, begins: EngineJob | None = None
+    ) -> None:
         host = self.host
         agenda = host.world.agenda
         if not self.is_alive:
             return
         if host.asleep_until_s > agenda.now_s:
-            agenda.at(host.asleep_until_s, self._submit, message, tokens)
+            agenda.at(host.asleep_until_s, self._submit, message, tokens, begins)
         else:
+            if begins is not None and host.epochs:
+                prompt = begins.prompt
+                begins.prompt = prompt.computed_in(host.epochs.get(prompt.namespace, 0))
             host.feed(
                 inputs.FromClient(
                     at_s=agenda.now_s, session=self.id, message=message, tokens=tokens

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from kvd.sim.world import World
 
 
+QUIET_FAULTS = 0.005
+"""How often something goes wrong while no request arrives, over how often it does in a burst."""
+
+
 class Faults:
     """Draws a fault now and then, and does it."""
 
@@ -39,15 +43,22 @@ class Faults:
             "worker": self._worker,
             "deaf": self._deaf,
             "stop": self._stop,
+            "epoch": self._epoch,
             "storage": lambda host: host.restart_storage("it crashed"),
             "damage": lambda host: host.damage(self._rng.randrange(1000)),
         }
 
     def schedule(self) -> None:
         """The next fault, if this kind of weather has any."""
-        rate = self._world.profile.faults_per_s
-        if rate:
-            self._world.agenda.after(self._rng.expovariate(rate), self._strike)
+        world, rate = self._world, self._world.profile.faults_per_s
+        if not rate:
+            return
+        wait_s = self._rng.expovariate(rate)
+        left_s = world.quiet_until_s - world.agenda.now_s
+        if left_s > 0.0:
+            # As often as in a burst once that is over; before it, now and then.
+            wait_s = min(wait_s / QUIET_FAULTS, left_s + wait_s)
+        world.agenda.after(wait_s, self._strike)
 
     def _strike(self) -> None:
         world = self._world
@@ -148,6 +159,14 @@ class Faults:
         pins = list(host.node.pins.by_id)
         if pins:
             self._ask(host, admin.Unpin(1, self._rng.choice(pins)))
+
+    def _epoch(self, _: SimHost) -> None:
+        """A base has new weights: every node is told, each in its own time."""
+        world = self._world
+        base = self._rng.choice(("", "lora"))
+        epoch = world.epochs[base] = world.epochs.get(base, 0) + 1
+        for host in world.hosts:
+            world.agenda.after(2.0 * self._rng.random(), host.raise_epoch, base, epoch)
 
     def _abort(self, host: SimHost) -> None:
         room = self._world.a_recent_room()

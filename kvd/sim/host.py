@@ -20,6 +20,7 @@ from kvd.core.handoff.drain import SETTLE_S
 from kvd.core.inspect.page_states import pools_of
 from kvd.core.leases.flushes import FlushMark
 from kvd.core.peers.peer import Agent
+from kvd.core.rest import TICK_S, is_still, next_tick_s, tick_dues
 from kvd.errors import Code, Refusal
 from kvd.sim.engine import SimSession
 from kvd.sim.node_shell import NodeShell, incarnation
@@ -29,6 +30,7 @@ from kvd.sim.transfer_process import SimTransferProcess
 from kvd.sim.violation import Violated, require
 from kvd.sim.worker import SimWorker
 from kvd.types import Pages, count, page_ids
+from kvd.wire.admin import RaiseEpoch
 from kvd.wire.peer import Offer
 
 if TYPE_CHECKING:
@@ -42,11 +44,11 @@ if TYPE_CHECKING:
 STOP_S = 0.5
 """So long a daemon that is asked to end drains at most, and is down then."""
 
-KEEP_S = 0.1
-"""At most, until what a node wants kept is on disk."""
+REST_S = 0.5
+"""From tick to tick at most, of a daemon at rest."""
 
-TICK_S = 0.05
-"""As often as the daemon ticks."""
+KEEP_S, SAID_AGAIN_S = 0.2, 1.0
+"""At most, until what a node wants kept is on disk, and until an operator looks whether it is."""
 
 RANKS = (1, 1, 2)
 """Processes of an engine that copies."""
@@ -59,10 +61,11 @@ SWEEPS, SWEEP_WORK = 0.2, 40
 cut in the middle of its phases."""
 
 
-class EpochsWrite(msgspec.Struct, frozen=True):
+class KeptWrite(msgspec.Struct, frozen=True):
     """What a node wants kept, on its way to a disk."""
 
     ticket: int
+    epochs: dict[str, int]
     flushed: dict[str | None, FlushMark]
 
 
@@ -94,12 +97,20 @@ class SimHost(NodeShell):
         self.disks: dict[str, SimDisk[int]] = {
             tier.name: self._disk_of(tier) for tier in settings.tiers
         }
+        self.epochs: dict[str, int] = {}
+        """Of each base that was said to this life to have new weights."""
+        self.kept_epochs: dict[str, int] = {}
         self.flushed: dict[str | None, FlushMark] = {}
-        """What its disk of epochs has."""
-        self._writing: EpochsWrite | None = None
+        """What is on disk of epochs, and of what was flushed."""
+        self._writing: KeptWrite | None = None
         self._n_sessions = self._n_workers = 0
         self._seq = 0
         self._balance = (-1, -1)
+        self._n_ticks = 0
+        self._tick_s = 0.0
+        """When the last of so many comes."""
+        self._is_stirred = True
+        """Whether anything has happened since the one before."""
 
     def _disk_of(self, tier: TierSettings) -> SimDisk[int]:
         if not tier.is_shared:
@@ -125,14 +136,15 @@ class SimHost(NodeShell):
         self._seq = 0
         self._balance = (-1, -1)
         self._n_sessions = 0
-        if self.flushed:
-            self._find_flushes()
+        self.epochs = dict(self.kept_epochs)
+        if world.profile.has_epochs or self.flushed:
+            self._find_kept()
         self.attach()
         self.transfer = SimTransferProcess(self, 1)
         self.transfer.start("start")
         if self.settings.tiers:
             self.storage = SimStorageProcess(self, self.disks, 1)
-        world.agenda.after(TICK_S * world.rng.random(), self.tick, self.life)
+        self._tick_after(TICK_S * world.rng.random())
 
     def dial(self) -> None:
         """Tell the node of the peers that it is configured with."""
@@ -156,7 +168,7 @@ class SimHost(NodeShell):
         """The daemon dies with its engines and its transfer process."""
         self.is_up = False
         if self._writing is not None and self.world.rng.random() < 0.5:
-            self.flushed = self._writing.flushed  # and nobody was told
+            self._has_kept(self._writing)  # and nobody was told
         self._writing = None
         self.session.die()
         self.transfer.die()
@@ -299,14 +311,14 @@ class SimHost(NodeShell):
             self.transfer = SimTransferProcess(self, old.generation + 1)
             self.transfer.start(why)
 
-    def _find_flushes(self) -> None:
-        """The daemon before has kept them."""
+    def _find_kept(self) -> None:
+        """The daemon before has kept it."""
         now_s = self.world.agenda.now_s
         flushes = [
             effects.KeptFlush(namespace=name, mark=of.mark, ago_s=now_s - of.at_s)
             for name, of in self.flushed.items()
         ]
-        self.feed(inputs.EpochsFound(at_s=now_s, by_base={}, flushes=tuple(flushes)))
+        self.feed(inputs.EpochsFound(at_s=now_s, by_base=dict(self.epochs), flushes=tuple(flushes)))
 
     @override
     def keep_epochs(self, effect: effects.KeepEpochs) -> None:
@@ -315,23 +327,41 @@ class SimHost(NodeShell):
             flush.namespace: FlushMark(flush.mark, agenda.now_s - flush.ago_s)
             for flush in effect.flushes
         }
-        self._writing = write = EpochsWrite(effect.ticket, flushed)
-        agenda.after(KEEP_S * self.world.rng.random(), self._kept, write, self.life)
+        self._writing = write = KeptWrite(effect.ticket, dict(effect.by_base), flushed)
+        agenda.after(KEEP_S * self.world.rng.random(), self._keep, write, self.life)
 
-    def _kept(self, write: EpochsWrite, life: int) -> None:
-        """It is on disk, and is said, when the daemon is awake."""
+    def _keep(self, write: KeptWrite, life: int) -> None:
+        """It is on disk, unless the daemon has died before; what was written is heard of later."""
+        if self.life == life and self.is_up:
+            self._has_kept(write)
+            self._kept(write.ticket, life)
+
+    def _has_kept(self, write: KeptWrite) -> None:
+        self.kept_epochs, self.flushed = write.epochs, write.flushed
+        self._writing = None
+
+    def _kept(self, ticket: int, life: int) -> None:
         agenda = self.world.agenda
         if self.life != life or not self.is_up:
             return
         if self.asleep_until_s > agenda.now_s:
-            agenda.at(self.asleep_until_s, self._kept, write, life)
-            return
-        self.flushed, self._writing = write.flushed, None
-        self.feed(inputs.EpochsKept(agenda.now_s, write.ticket))
+            agenda.at(self.asleep_until_s, self._kept, ticket, life)
+        else:
+            self.feed(inputs.EpochsKept(agenda.now_s, ticket))
 
     def damage(self, place: int) -> None:
         """An object of one of its tiers lies from now on, or is gone."""
         list(self.disks.values())[place % len(self.disks)].damage(place)
+
+    def raise_epoch(self, base: str, epoch: int) -> None:
+        """An operator says that a base has new weights, until it is on disk here."""
+        agenda = self.world.agenda
+        if self.kept_epochs.get(base, 0) >= epoch:
+            return
+        if self.is_up and self.asleep_until_s <= agenda.now_s:
+            self.epochs[base] = max(epoch, self.epochs.get(base, 0))
+            self.ask(RaiseEpoch(1, base, epoch))
+        agenda.after(SAID_AGAIN_S, self.raise_epoch, base, epoch)
 
     @override
     def order_storage(self, order: effects.StorageOrder) -> None:
@@ -363,6 +393,8 @@ class SimHost(NodeShell):
         world = self.world
         world.steps += 1
         world.recent.append((self.name, happened))
+        if world.profile.rests and not is_still(happened):
+            self._stir()
         step = self.node.step(happened)
         if step.events:
             seq = self._seq
@@ -378,18 +410,41 @@ class SimHost(NodeShell):
         for effect in step.effects:
             self.perform(effect)
 
-    def tick(self, life: int) -> None:
+    def tick(self, life: int, number: int) -> None:
         """Time passes, unless the node is down or suspended."""
-        if self.life != life or not self.is_up:
+        if self.life != life or not self.is_up or self._n_ticks != number:
             return
         agenda = self.world.agenda
         if self.asleep_until_s <= agenda.now_s:
             self.feed(inputs.Tick(agenda.now_s))
-            if self.world.rng.random() < SWEEPS:
+            # At rest there is nothing that the sweep before has not seen.
+            has_news = self._is_stirred or not self.world.profile.rests
+            if has_news and self.world.rng.random() < SWEEPS:
                 self._sweep()
-            agenda.after(TICK_S, self.tick, life)
+            self._tick_after(self._until_tick_s())
         else:
-            agenda.at(self.asleep_until_s, self.tick, life)
+            agenda.at(self.asleep_until_s, self.tick, life, number)
+
+    def _tick_after(self, wait_s: float) -> None:
+        """The next tick comes then, and none before it."""
+        self._n_ticks += 1
+        self._tick_s = self.world.agenda.now_s + wait_s
+        self.world.agenda.after(wait_s, self.tick, self.life, self._n_ticks)
+
+    def _until_tick_s(self) -> float:
+        """As ``kvd.daemon.beats`` has it, where daemons rest."""
+        was_stirred, self._is_stirred = self._is_stirred, False
+        if was_stirred or not self.world.profile.rests:
+            return TICK_S
+        dues, now_s = tick_dues(self.node), self.world.agenda.now_s
+        if not dues:
+            return TICK_S
+        return max(TICK_S, next_tick_s(now_s, [*dues, now_s + REST_S]) - now_s)
+
+    def _stir(self) -> None:
+        self._is_stirred = True
+        if self._tick_s > self.world.agenda.now_s + TICK_S:
+            self._tick_after(TICK_S)
 
     def _sweep(self) -> None:
         """A turn of the standing audit; no step of the protocol, so it is not counted as one."""

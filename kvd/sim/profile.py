@@ -24,7 +24,7 @@ FAULTS = (
 )
 """What ``faults`` can do to a node; beside these, ``worker`` and ``deaf`` to engines that copy,
 ``storage`` and ``damage`` to a tier below the pool, ``pin``, ``unpin`` and ``flush-one`` (a
-namespace) to what is cached, and ``stop`` asks a daemon to end."""
+namespace) to what is cached; ``stop`` asks a daemon to end, ``epoch`` tells all of new weights."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +77,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is one store of all nodes, which may lie and lose."""
     has_store_below: bool = False
     """Whether there is such a store below that tier too."""
+    has_epochs: bool = False
+    """Whether a daemon finds the epochs that the one before it has kept."""
+    burst_s: float = 0.0
+    quiet_s: float = 0.0
+    """How long requests come, and how long none, in turns; 0: they come all the time."""
+    rests: bool = False
+    """Whether a daemon at rest ticks when something is due, as a real one does."""
 
 
 _OTHER_FAMILY = Profile(
@@ -263,6 +270,22 @@ PROFILES = {
         tier_objects=(6, 30, 300),
         has_store_below=True,
     ),
+    "month": replace(
+        _TIERED,
+        faults=(
+            *("storage", "storage", "damage", "damage", "damage", "flush", "engine", "daemon"),
+            *("daemon", "transfer", "evict", "evict", "stop", "stop", "suspend", "abort", "pin"),
+            *("unpin", "epoch"),
+        ),
+        requests_per_s=10.0,
+        pulls=0.2,
+        tier_objects=(6, 30, 300),
+        has_store_below=True,
+        has_epochs=True,
+        burst_s=20.0,
+        quiet_s=900.0,
+        rests=True,
+    ),
     "swa": replace(_OTHER_FAMILY, family="swa", beside_pages=(30, 60)),
     "swa-tiny": replace(_TINY_FAMILY, family="swa", beside_pages=(9, 12, 24)),
     "recurrent": replace(_OTHER_FAMILY, family="recurrent", beside_pages=(6, 16)),
@@ -272,5 +295,5 @@ PROFILES = {
     ),
 }
 MIXED = "mixed"
-DRAWN = sorted(PROFILES.keys() - {"quotas", "store", "both"})
+DRAWN = sorted(PROFILES.keys() - {"quotas", "store", "both", "month"})
 """By ``mixed``. Profiles that came later are not among them: each seed stays what it was."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from kvd.sim.contents import PAGE_TOKENS, WrittenPrompt
+from kvd.sim.contents import PAGE_TOKENS
 from kvd.sim.engine import EngineJob, Request, word
 from kvd.sim.pool import BUFFER_TOKENS
 from kvd.sim.violation import Violated, require
-from kvd.types import ID_BYTES, Pages, Tokens, pack_ids, page_ids
+from kvd.types import Pages, Tokens, pack_ids, page_ids
 from kvd.wire import client
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class ReceivingEngine(EngineJob):
             session.step_tokens(),
             *("", 0, b"", 0, 0, False, request.room % 2 == 0),
             tokens=self.prompt.tokens,
+            begins=self,
         )
 
     def _some_tier(self) -> str | None:
@@ -106,8 +107,8 @@ class ReceivingEngine(EngineJob):
         world.delivered.add(reply.aux)
         if len(request.sources) > 1:
             world.joined.update([(request.room, source) for source in request.sources])
-        mine = (request.room, self.prompt.tokens, self.prompt.namespace)
-        theirs = (sent.request.room, sent.prompt.tokens, sent.prompt.namespace)
+        mine = (request.room, self.prompt.tokens, self.prompt.key)
+        theirs = (sent.request.room, sent.prompt.tokens, sent.prompt.key)
         require(mine == theirs, f"{self.host.name}: {self}: got {sent}, another prompt")
         self.lease = reply.lease
         self.rows.take(reply)
@@ -292,11 +293,7 @@ class PullingEngine(ReceivingEngine):
                 reply.prefix_tokens <= n_tokens <= prompt.n_tokens,
                 f"{self.host.name}: {self}: {n_tokens} tokens, {reply.prefix_tokens} cached",
             )
-            self.prompt = WrittenPrompt(
-                self.host.world.contents,
-                Tokens(prompt.tokens[: n_tokens * ID_BYTES]),
-                prompt.namespace,
-            )
+            self.prompt = prompt.beginning(n_tokens)
             if n_tokens > reply.prefix_tokens:
                 self.outcome = "pulled"
         super().asked(reply)

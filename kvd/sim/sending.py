@@ -59,6 +59,7 @@ class SimSendingEngine(EngineJob):
             request.cache,
             session.step_tokens(),
             tokens=self.prompt.tokens,
+            begins=self,
         )
 
     # ---- the lease ---------------------------------------------------------------------------

@@ -102,6 +102,10 @@ class World:
         self._encode = msgspec.msgpack.Encoder().encode
         self._asked: list[WrittenPrompt] = []
         self._rooms = 0
+        self.epochs: dict[str, int] = {}
+        """How often each base had new weights."""
+        self.quiet_until_s = 0.0
+        """When requests arrive again, where they come in bursts."""
         self.store: SimDisk[int] | None = None
         """Of all hosts, where they share one."""
         self.hosts = [self._host(k, n_nodes) for k in range(n_nodes)]
@@ -283,8 +287,13 @@ class World:
         self._arrive_again(len(decoders))
 
     def _arrive_again(self, decoders: int) -> None:
-        rate = self.profile.requests_per_s * decoders
-        self.agenda.after(self.rng.expovariate(rate), self._arrive)
+        rng, profile = self.rng, self.profile
+        rate = profile.requests_per_s * decoders
+        wait_s = rng.expovariate(rate)
+        if profile.quiet_s and rng.random() * rate * profile.burst_s < 1.0:
+            wait_s += rng.expovariate(1 / profile.quiet_s)
+            self.quiet_until_s = self.agenda.now_s + wait_s
+        self.agenda.after(wait_s, self._arrive)
 
     def _request(self, sources: list[SimHost], decode: SimHost) -> Request:
         rng = self.rng
@@ -468,6 +477,8 @@ def _unfinished(host: SimHost) -> list[str]:
         "questions to a store": node.tiers.promotions.probes.under_way,
     }
     left = [f"{host.name}: {len(place)} {name}" for name, place in places.items() if place]
+    if host.kept_epochs != host.world.epochs:
+        left.append(f"{host.name}: epochs {host.kept_epochs} of {host.world.epochs}")
     quieting = host.transfer.inbound.asked + len(host.transfer.inbound.questions)
     if quieting:
         left.append(f"{host.name}: {quieting} orders to say quiet")

@@ -1,7 +1,7 @@
 """One noun a room: names that occur once, files that live where they are used, arrows one way.
 
     layout <- effects, outbox, inputs <- cache <- settings <- components <- leases <- tiers
-           <- peers <- handoff <- inspect <- audit <- node_parts <- engines, operators <- node
+           <- peers <- handoff <- inspect <- audit <- node_parts <- engines, operators, rest <- node
            <- replay
 
 That is ``kvd/core``; imports for type checkers count, so that a function below the node cannot take
@@ -28,7 +28,7 @@ ROOMS = (
     ("inspect",),
     ("audit",),
     ("recorded", "node_parts"),
-    ("engines", "operators"),
+    ("engines", "operators", "rest"),
     ("node",),
     ("replay",),
 )

@@ -282,6 +282,7 @@ def test_the_size_that_a_refusal_asks_for_is_enough() -> None:
         (POOLS["swa"], "pool.family", "sliding layers have a window of the pool"),
         (POOLS["hisparse"], "pool.family", "its KV lies in host memory"),
         (POOLS["recurrent"], "pool.family", "a state is carried from token to token"),
+        (POOLS["raw"], "pool.family", "what its pages hold is the engine's"),
         (["pool.family=mla"], "pool.family", "attention over latents expands them from the pool"),
         (["pool.family=recurrent"], "pool.family", "a state is carried from token to token"),
     ],
@@ -295,6 +296,25 @@ def test_prefill_only_refuses_whatever_needs_kv_each_with_its_reason(
     assert found == key
     assert rule.startswith(f"{MODE}: {reason}")
     assert fix.endswith('or set cache.mode = "radix"')
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4095, 4097, 2**28])
+def test_prefill_only_refuses_prompts_in_chunks_of_any_size(tokens: int) -> None:
+    """scenario D3: only the whole prompt is no second chunk."""
+    [(key, rule, _)] = findings(*PREFILL_ONLY, f"engine.chunk_tokens={tokens}")
+
+    assert key == "engine.chunk_tokens"
+    assert "the second chunk of a prompt reads" in rule
+    assert findings(*PREFILL_ONLY, "engine.chunk_tokens=-1") == []
+
+
+def test_prefill_only_refuses_every_family_but_one_with_a_reason_of_its_own() -> None:
+    """scenario D9."""
+    told = {name: findings(*PREFILL_ONLY, *pool) for name, pool in POOLS.items()}
+
+    assert told.pop("mha") == []
+    assert {len(found) for found in told.values()} == {1}
+    assert len({found[0][1] for found in told.values()}) == len(told)
 
 
 @pytest.mark.parametrize("dtype", ["fp4", "nvfp4", "mxfp8", "int4"])

@@ -149,4 +149,4 @@ def test_explanations_give_each_key_its_value_and_origin() -> None:
     assert (rows["pool.v_dim"].value, rows["pool.v_dim"].shown) == (None, "(left out)")
     assert rows["transfer.ucx.UCX_TLS"].shown == '"tcp"'
     assert rows["transfer.ucx.UCX_TLS"].origin == "--set transfer.ucx.UCX_TLS=tcp"
-    assert rows["radix.policy"].rule == "lru, lfu, fifo, priority"
+    assert rows["radix.policy"].rule == "lru, lfu, slru, fifo, priority"

@@ -84,6 +84,7 @@ def script(policy: Policy) -> Shelf:
     [
         (Policy.LRU, ["c", "b", "a"]),
         (Policy.LFU, ["c", "b", "a"]),
+        (Policy.SLRU, ["c", "b", "a"]),
         (Policy.FIFO, ["a", "b", "c"]),
         (Policy.PRIORITY, ["a", "c", "b"]),
     ],
@@ -112,6 +113,49 @@ def test_lfu_breaks_ties_by_recency():
         shelf.get(word)
 
     assert shelf.drain() == ["b", "c", "a"]
+
+
+def test_slru_takes_what_one_lease_has_used_before_what_two_have_however_long_ago():
+    """scenario R7."""
+    shelf = Shelf(Policy.SLRU)
+    for word, n_leases in (("a", 2), ("b", 3), ("c", 1), ("d", 0)):
+        shelf.put(word)
+        for _ in range(n_leases):
+            shelf.get(word)
+    shelf.get("a")
+
+    # From two on it does not count how many they were: b goes before a, which was used later.
+    assert shelf.drain() == ["c", "d", "b", "a"]
+
+
+def test_slru_protects_a_shared_beginning_and_not_its_continuations():
+    """scenario R7."""
+    shelf = Shelf(Policy.SLRU)
+    shelf.put("xa")
+    shelf.get("xa")
+    shelf.put("xb")
+    shelf.get("xb")
+    shelf.put("y")
+
+    assert shelf.drain() == ["xa", "xb", "y", "x"]
+
+
+def test_what_several_leases_have_used_outlives_a_scan_of_what_one_has():
+    """scenario R7: as many new prompts as the pool holds, each used once."""
+    kept = {}
+    for policy in (Policy.LRU, Policy.SLRU):
+        shelf = Shelf(policy)
+        shelf.put("a")
+        shelf.get("a")
+        shelf.get("a")
+        for word in "bcdef":
+            shelf.put(word)
+            shelf.get(word)
+            while shelf.tree.cached_pages > 4:
+                shelf.tree.evict(1)
+        kept[policy] = "".join(sorted(map(shelf.word, shelf.tree.nodes())))
+
+    assert kept == {Policy.LRU: "cdef", Policy.SLRU: "adef"}
 
 
 def test_priority_breaks_ties_by_recency():
@@ -224,7 +268,7 @@ def test_heap_stays_small_when_nodes_are_locked_again_and_again():
 
 
 def test_order_asked_for_nothing_has_no_victims():
-    assert [eviction_order(policy).take_victims(0) for policy in Policy] == [[], [], [], []]
+    assert [eviction_order(policy).take_victims(0) for policy in Policy] == [[]] * len(Policy)
 
 
 def busy(policy: Policy, seed: int) -> tuple[Shelf, list[RadixNode]]:

@@ -59,11 +59,11 @@ HONEST_S = 0.005
 P, D = incarnation("p", 1), incarnation("d", 1)
 
 
-def meeting(page_size: int = 16) -> NodeState:
+def meeting(page_size: int = 16, **changes: object) -> NodeState:
     """A prefill side that knows ``d``."""
     node = NodeState(settings("p", 64, spec=spec(64, page_size)), 0.0)
     node.step(inputs.TransferReady(0.0, 1, b"meta", "simulated", "start"))
-    node.step(inputs.FromPeer(0.0, "in:d", hello(page_size=page_size)))
+    node.step(inputs.FromPeer(0.0, "in:d", hello(page_size=page_size, **changes)))
     return node
 
 

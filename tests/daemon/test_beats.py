@@ -12,10 +12,11 @@ from kvd.core import effects, inputs
 from kvd.core.audit.audit import EVERY_S
 from kvd.core.inputs import FromClient, FromPeer, Tick
 from kvd.core.peers.peer import Life
-from kvd.daemon.beats import REST_S, TICK_S, Beats
+from kvd.core.rest import TICK_S
+from kvd.daemon.beats import REST_S, Beats
 from kvd.daemon.reactor import Reactor
 from kvd.observe.bus import Bus
-from kvd.wire import client
+from kvd.wire import admin, client
 from kvd.wire.peer import Ping
 from tests.core.side import tokens
 from tests.core.test_message_cost import D, meeting
@@ -60,7 +61,7 @@ class Resting:
 
     def __init__(self, seed=0):
         self.clock = Clock(seed)
-        self.node = meeting()
+        self.node = meeting(serves_pulls=True)
         loaded = inputs.AgentLoaded(0.0, D, 1, path=inputs.WritePath.SAME_HOST)
         joined = inputs.ClientJoined(0.0, 1, "engine", 1001)
         for before in (loaded, joined):
@@ -70,7 +71,8 @@ class Resting:
             self.node, Bus(), clock=lambda: self.clock.now_s, on_bug=self.crashed
         )
         self.reactor.perform = dict.fromkeys(
-            (effects.AnswerEngine, effects.SendToPeer, effects.LoadAgent), lambda _: None
+            (effects.AnswerEngine, effects.AnswerOperator, effects.SendToPeer, effects.LoadAgent),
+            lambda _: None,
         )
         self.beats_s = []
         self.is_watched = False
@@ -180,6 +182,41 @@ def test_what_waits_with_a_deadline_keeps_beats_coming():
     resting.run(begun_s + 3.0)
 
     assert max(resting.gaps_s(begun_s)) <= late_s(TICK_S)
+
+
+def test_a_pull_that_nobody_answers_is_asked_again_and_ends_as_with_beats_that_come_often():
+    resting = Resting()
+    resting.run(5.01)
+    begun_s = resting.clock.now_s
+    asked = client.ReceiveRequest(call=1, room=0, source=("d",), deadline_s=2.0)
+    resting.reactor.feed(FromClient(begun_s, 1, asked, tokens((1, 32))))
+    assert resting.node.pulls.asks.by_id
+
+    resting.run(begun_s + 3.0)
+
+    waiting = [at_s for at_s in resting.beats_s if begun_s <= at_s <= begun_s + 2.0]
+    assert max(b - a for a, b in itertools.pairwise(waiting)) <= late_s(TICK_S)
+    assert not resting.node.pulls.asks.by_id
+
+
+@pytest.mark.parametrize("ttl_s", [0.01, 1.3, 2.0, 7.77])
+def test_a_pin_ends_as_soon_as_with_beats_that_come_often(ttl_s):
+    resting = Resting()
+    resting.request()
+    lease = next(iter(resting.node.leases.leases.values()))
+    resting.reactor.feed(
+        FromClient(resting.clock.now_s, 1, client.CommitLease(call=2, lease=lease.id))
+    )
+    resting.run(5.01)
+    begun_s = resting.clock.now_s
+    edge = next(iter(resting.node.leases.tree.nodes()))
+    pin = admin.Pin(call=3, kind="node", id=edge.id, ttl_s=ttl_s, who="ops")
+    resting.reactor.feed(inputs.FromOperator(begun_s, b"ops", pin))
+    assert resting.node.pins.by_id
+
+    resting.run(begun_s + ttl_s + late_s(TICK_S))
+
+    assert not resting.node.pins.by_id
 
 
 def test_a_console_that_waits_for_frames_keeps_beats_coming():

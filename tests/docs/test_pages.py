@@ -155,6 +155,15 @@ def test_every_row_of_the_map_has_a_path(pages):
     assert not wrong
 
 
+def test_tests_that_the_table_of_scenarios_names_exist(root):
+    tests = root / "tests"
+    named = re.findall(r"`((?:\w+/)+[\w*]+)`", (tests / "SCENARIOS.md").read_text("utf-8"))
+    named = [name for name in named if (tests / name.partition("/")[0]).is_dir()]
+    wrong = [name for name in named if not any(tests.glob(f"{name.rstrip('*')}*"))]
+    assert len(named) > 100
+    assert not wrong, f"{wrong} are not there"
+
+
 def test_what_the_changelog_denies_is_not_there(root, pages):
     denied = pages["CHANGELOG.md"].partition("### Not there")[2].lower()
     connectors = [path.parent.name for path in root.glob("kvd/connectors/*/__init__.py")]

@@ -55,6 +55,7 @@ def found(make_node, profile, steps=1500):
         (mutations.awaits_the_copies_of_the_dead, "copies", ""),
         (mutations.believes_ways_of_the_agent_before, "copies", "never said of its agent"),
         (mutations.knows_a_way_twice, "copies", "are known twice"),
+        (mutations.finds_what_former_weights_have_cached, "month", ""),
         (mutations.forgets_that_a_mark_has_come, "copies", "are late, or are not"),
     ],
 )

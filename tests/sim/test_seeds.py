@@ -17,10 +17,11 @@ import msgspec
 import pytest
 
 from kvd.core.handoff.protocol import DECODE, PREFILL
+from kvd.core.inputs import Tick
 from kvd.core.node import NodeState
 from kvd.sim.profile import PROFILES
 from kvd.sim.runner import SimPlan, again, run_seed
-from kvd.wire.events import EngineCopied, PagesPromoted, SlowPath, StopDemotionEnded
+from kvd.wire.events import EngineCopied, EpochBegan, PagesPromoted, SlowPath, StopDemotionEnded
 from tests.sim import digests
 
 
@@ -127,6 +128,32 @@ def test_pages_come_from_a_disk_and_from_the_store_below_it():
 
     assert not [again(ending, plan) for ending in endings if ending.violation]
     assert min(read["disk"], read["store"]) > 10, read
+
+
+def test_a_month_has_new_weights_bursts_and_daemons_at_rest():
+    plan = SimPlan(steps=12_000, nodes=3, profile="month", audit_steps=3000)
+    seen: Counter[str] = Counter()
+
+    class Counting(NodeState):
+        ticked_s = 0.0
+
+        def step(self, got):
+            if isinstance(got, Tick):
+                seen["long rests" if got.at_s - self.ticked_s > 0.4 else "ticks"] += 1
+                self.ticked_s = got.at_s
+            step = super().step(got)
+            seen["epochs"] += sum(isinstance(event, EpochBegan) for event in step.events)
+            return step
+
+    endings = [run_seed(seed, plan, Counting) for seed in range(6)]
+
+    assert not [again(ending, plan) for ending in endings if ending.violation]
+    assert seen["epochs"] > 30, seen
+    assert seen["long rests"] > 1000, seen
+    assert seen["ticks"] > 1000, seen
+    assert sum(ending.outcomes.get("prompt-mismatch", 0) for ending in endings) > 10
+    # A burst is of seconds, and between two of them there are minutes.
+    assert max(ending.simulated_s for ending in endings) > 300.0
 
 
 def test_nothing_is_lost_and_everything_is_delivered_when_it_is_calm():

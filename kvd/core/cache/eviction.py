@@ -1,4 +1,4 @@
-"""Which unlocked node of the tree goes first: lru, lfu, fifo, priority.
+"""Which unlocked node of the tree goes first: lru, lfu, slru, fifo, priority.
 
 An order holds the nodes of all namespaces, roots excepted. Where a locked node stands in it means
 nothing: the node gets its place when its last lock goes. So locking costs the order nothing, being
@@ -42,6 +42,9 @@ Key = tuple[int, ...]
 HeapEntry = tuple[Key, int, "RadixNode"]
 """A node in a heap, before those of larger keys and, of the same key, of larger numbers."""
 
+PROTECTED_HITS = 2
+"""Leases from which on a node is protected by SLRU: one has written it, another one needed it."""
+
 HEAP_SLACK = 64
 """Out-of-date heap entries allowed beside one per live node before the heap is made anew."""
 
@@ -54,6 +57,7 @@ class Policy(enum.Enum):
 
     LRU = "lru"  # least recently used
     LFU = "lfu"  # fewest matches, then least recently used
+    SLRU = "slru"  # used by one lease at most, then by several; of each, least recently used
     FIFO = "fifo"  # inserted longest ago, whatever was read since
     PRIORITY = "priority"  # lowest priority, then least recently used
 
@@ -371,6 +375,10 @@ def _by_hits(node: RadixNode, rank: EvictionRank) -> Key:
     return node.hits, rank.used, -node.end_tokens
 
 
+def _by_segment(node: RadixNode, rank: EvictionRank) -> Key:
+    return int(node.hits >= PROTECTED_HITS), rank.used, -node.end_tokens
+
+
 def _by_age(node: RadixNode, rank: EvictionRank) -> Key:
     return rank.grown, -node.end_tokens
 
@@ -409,6 +417,8 @@ def key_of_policy(policy: Policy) -> Callable[[RadixNode, EvictionRank], Key]:
             return _by_recency
         case Policy.LFU:
             return _by_hits
+        case Policy.SLRU:
+            return _by_segment
         case Policy.FIFO:
             return _by_age
         case Policy.PRIORITY:

@@ -215,12 +215,31 @@ class Demoter:
         if self.tier.writes is not None and self.tier.writes.look():
             self._seen = (-1, -1, -1)
 
+    def dues(self) -> list[float]:
+        """When a turn has something to do, if nothing else happens; in the past while one has."""
+        tier, writes = self.tier, self.tier.writes
+        if tier.settings.demotion is Demotion.NEVER:
+            return []
+        dues = []
+        if writes is not None:
+            counted = [share for share in writes.shares if share.slots]
+            dues = [self._out.at_s + writes.room_in_s(share) for share in counted]
+        # Without a process it is the next one's word that has it go on.
+        if self._seen != self._now() and tier.generation:
+            dues.append(max(tier.health.away_until_s, tier.writing.away_until_s))
+        return dues
+
+    def _now(self) -> tuple[int, int, int]:
+        """What a turn that has found nothing to write need not look at twice."""
+        leases = self._leases
+        return leases.growth, leases.releases, leases.evictor.evicted_pages
+
     def turn(self) -> None:
         """Order what is to be written now."""
         tier, leases = self.tier, self._leases
         if tier.settings.demotion is Demotion.NEVER or not tier.is_written:
             return
-        now = (leases.growth, leases.releases, leases.evictor.evicted_pages)
+        now = self._now()
         if now == self._seen:
             return
         ahead = leases.capacity_pages // AHEAD - leases.pool.free_pages

@@ -374,6 +374,10 @@ class TierPins:
 
     # ---- what is written ---------------------------------------------------------------------
 
+    def dues(self) -> list[float]:
+        """When something of them is to be written to a store again; in the past what is late."""
+        return [known.due_s for kept in self.by_id.values() for known in kept.in_store.values()]
+
     def turn(self) -> None:
         """Order what is pinned and not there yet, or not for long."""
         if not self.by_id:

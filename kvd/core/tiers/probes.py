@@ -175,6 +175,11 @@ class Probes:
         self.under_way, self._by_first = {}, {}
         return cut
 
+    def dues(self) -> list[float]:
+        """When what is known of a store is forgotten next."""
+        lifetimes = [tier.settings.lifetime_s for tier in self._tiers]
+        return [self._forgotten_s + lifetime_s for lifetime_s in lifetimes if lifetime_s]
+
     def tick(self) -> list[StorageTier]:
         """End a process that answers none, and forget what may not be there any more; of which."""
         now_s = self._out.at_s

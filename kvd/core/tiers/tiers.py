@@ -354,6 +354,11 @@ class Tiers:
         for demoter in self.demoters:
             self._write_ahead(demoter)
 
+    def dues(self) -> list[float]:
+        """When a tick has something to do, if nothing is under way; in the past while one has."""
+        writes = [due for demoter in self.demoters for due in demoter.dues()]
+        return [*self.pins.dues(), *self.promotions.probes.dues(), *writes]
+
     def give_way(self) -> None:
         """Bytes of handoffs move: what is written makes way, but for what a stop waits for."""
         if not self.at_stop:

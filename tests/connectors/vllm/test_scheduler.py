@@ -567,6 +567,44 @@ def test_an_engine_that_only_caches_neither_keeps_prompts_for_others_nor_asks_fo
     assert node.asked == ["model", "model"]
 
 
+@pytest.mark.parametrize(
+    ("chunk", "n_blocks"), [(1, 0), (3, 0), (4, 1), (15, 3), (16, 4), (17, 4), (39, 9), (40, 10)]
+)
+@pytest.mark.parametrize("end", ["aborted", "preempted"])
+def test_what_ends_with_a_save_under_way_keeps_the_blocks_of_that_alone(node, end, chunk, n_blocks):
+    """scenario K1, scenario K2: ten blocks, of which the first chunk is ordered to be saved."""
+    prompt = list(range(1, 10 * BLOCK + 1))
+    engine = MiniEngine(node, chunk=chunk)
+    engine.delays = True
+    request = engine.add(Request(1, prompt))
+    engine.step()
+    if end == "aborted":
+        engine.finish(request)
+    else:
+        engine.preempt(request)
+
+    assert sorted(engine.counted.needed) == list(range(1000, 1000 + n_blocks))
+    assert not engine.kept
+
+    saved = [tuple(prompt[: n_blocks * BLOCK])] if n_blocks else []
+    engine.delays = False
+    for report, loaded, failed in engine.late:
+        engine.half.reported(report, loaded=loaded, failed=failed)
+    engine.late.clear()
+    assert not engine.counted.needed
+    for _ in range(2):
+        engine.step()
+    if end == "preempted":
+        assert [load.upto_tokens for load in engine.loads] == [
+            min(len(tokens), len(prompt) - 1) for tokens in saved
+        ]
+        engine.finish(request)
+    else:
+        assert [tokens for tokens in node.cached if tokens] == saved
+    engine.settle()
+    assert not node.leases
+
+
 def test_an_aborted_prefill_promises_nothing(node, engine):
     engine.chunk = 8
     request = engine.add(Request(1, PROMPT, SENDS))
