@@ -22,7 +22,14 @@ none, or the file system does not do it, all goes through the cache. Which of th
 head tells: that is read through the cache in any case, as it is judged before a byte of the page is
 asked for, and put out of it again where the page was read past it.
 
-Only the user of the daemon may read the directory: the pages of prompts are in it.
+Only the user of the daemon may read the directory: the pages of prompts are in it. All the same
+anything may come to lie there in the place of anything. What is no file is no object, what is no
+directory is not searched, and nothing behind a link is removed. A process whose lock lies there no
+more has lost the directory, which may be another daemon's by now: it ends.
+
+What is to go and cannot be removed counts in no bound, and may be of a namespace that was flushed.
+So nothing more is written until it is gone. A directory goes with the last object in it: namespaces
+come and go, and what each of them left would grow for ever.
 """
 
 from __future__ import annotations
@@ -36,6 +43,7 @@ import os
 import re
 import shutil
 import stat
+import threading
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import unquote
@@ -101,12 +109,15 @@ class DirectoryTier(Backend):
         self._writing = os.path.join(self._root, WRITING)
         self._size = object_bytes(pages.page_bytes)
         self._shape = (pages.offsets + np.uint64(HEAD_BYTES), pages.sizes)
-        self._made: set[str] = set()
-        """Directories that are known to be there."""
+        self._pruning = threading.Lock()
+        """Held by who removes directories that are empty, or puts something in one that was."""
+        self._left: dict[str, None] = {}
+        """Paths of what is to go and could not be removed."""
         self._drafts = 0
         try:
             self._lock = _taken(directory)
-            os.makedirs(self._writing, mode=0o700, exist_ok=True)
+            for place in (self._root, self._writing):
+                _own(place)
         except OSError as exc:
             raise StorageLost(f"the directory {directory} cannot be used: {exc.strerror}") from exc
         trial = os.path.join(self._writing, TRIAL)
@@ -127,6 +138,10 @@ class DirectoryTier(Backend):
 
     @override
     def put(self, objects: Sequence[ObjectWrite]) -> list[str]:
+        self._look()
+        why = self._remove_left()
+        if why:
+            return [why] * len(objects)
         with contextlib.ExitStack() as opened:
             drafts = [self._draft(write.head, opened) for write in objects]
             self._writes.write(
@@ -143,8 +158,7 @@ class DirectoryTier(Backend):
 
     def _draft(self, head: bytes, opened: contextlib.ExitStack) -> _Draft | BadObject:
         """A file with room for an object, and its head; closed with ``opened``."""
-        self._drafts += 1
-        path = os.path.join(self._writing, str(self._drafts))
+        path = self._new_path()
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             opened.callback(os.close, fd)
@@ -156,13 +170,29 @@ class DirectoryTier(Backend):
 
     def _named(self, draft: _Draft, write: ObjectWrite) -> str:
         """Give a written file its time and its name; why it has none."""
+        path = self._path(write.name)
         try:
-            self._have_directory(write.name)
             _date(draft.fd, write.used_ns)
-            os.rename(draft.path, self._path(write.name))
+            try:
+                os.rename(draft.path, path)
+            except FileNotFoundError:
+                with self._pruning:
+                    self._make_directory(write.name)
+                    os.rename(draft.path, path)
+            except IsADirectoryError:
+                self._remove(path)
+                os.rename(draft.path, path)
         except OSError as exc:
             return self._refused(draft.path, exc)
         return ""
+
+    def _new_path(self) -> str:
+        """Where nothing lies, among what is being written."""
+        self._drafts += 1
+        # It is missing where somebody has removed more than objects.
+        with contextlib.suppress(OSError):
+            os.makedirs(self._writing, mode=0o700, exist_ok=True)
+        return os.path.join(self._writing, str(self._drafts))
 
     def _refused(self, path: str, exc: OSError) -> str:
         with contextlib.suppress(OSError):
@@ -171,6 +201,7 @@ class DirectoryTier(Backend):
 
     @override
     def get(self, objects: Sequence[ObjectRead]) -> list[ObjectHead | BadObject]:
+        self._look()
         with contextlib.ExitStack() as opened:
             # All of them first: then the disk reads all heads that it has to at the same time.
             files = [self._opened(read.name, opened) for read in objects]
@@ -198,7 +229,7 @@ class DirectoryTier(Backend):
     def _opened(self, name: ObjectName, opened: contextlib.ExitStack) -> _File | BadObject:
         """The file of an object; closed with ``opened``."""
         try:
-            fd = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = _opened(self._path(name))
             opened.callback(os.close, fd)
             return _File(fd, is_cold=self._skips_cache and _is_cold(fd))
         except FileNotFoundError:
@@ -212,10 +243,13 @@ class DirectoryTier(Backend):
 
     @override
     def drop(self, names: Iterable[ObjectName]) -> None:
-        for name in names:
-            # What cannot be removed is found at the next search.
-            with contextlib.suppress(OSError):
-                os.unlink(self._path(name))
+        self._look()
+        paths = [self._path(name) for name in names]
+        for path in paths:
+            self._remove_or_leave(path)
+        with self._pruning:
+            for directory in {os.path.dirname(path) for path in paths}:
+                _prune(directory)
 
     @override
     def age(self, objects: Iterable[StoredObject]) -> None:
@@ -224,56 +258,127 @@ class DirectoryTier(Backend):
 
     @override
     def drop_namespace(self, namespace: str) -> None:
-        directory = os.path.join(self._root, escaped(namespace))
-        shutil.rmtree(directory, ignore_errors=True)
-        self._made = {made for made in self._made if not made.startswith(f"{directory}/")}
+        self._look()
+        with self._pruning:
+            self._remove_or_leave(os.path.join(self._root, escaped(namespace)))
+
+    def _remove_or_leave(self, path: str) -> None:
+        """It is gone, or will be before anything more is written."""
+        try:
+            self._remove(path)
+        except OSError:
+            self._left[path] = None
+
+    def _remove(self, path: str) -> None:
+        """An object, or the directory of a namespace: that is gone as a whole, or not.
+
+        Raises:
+            OSError: it is there still.
+        """
+        try:
+            os.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except IsADirectoryError:
+            going = self._new_path()
+            while os.path.lexists(going):
+                going = self._new_path()
+            os.rename(path, going)
+            shutil.rmtree(going, ignore_errors=True)
+
+    def _remove_left(self) -> str:
+        """Remove what could not be removed before; why it still cannot."""
+        for path in list(self._left):
+            try:
+                self._remove(path)
+            except OSError as exc:
+                name = os.path.relpath(path, self._root)
+                return f"{self._directory}: {name} cannot be removed: {exc.strerror}"
+            self._left.pop(path, None)
+        return ""
+
+    def _look(self) -> None:
+        """See whether the directory is the one that this process has the lock of.
+
+        Raises:
+            StorageLost: it is not.
+        """
+        held, why = os.fstat(self._lock), ""
+        try:
+            seen = os.stat(os.path.join(self._directory, LOCK), follow_symlinks=False)
+            if not os.path.samestat(seen, held):
+                why = "its lock is another file"
+        except OSError as exc:
+            why = f"its lock: {exc.strerror}"
+        if why:
+            raise StorageLost(f"the directory {self._directory} is another one than it was: {why}")
 
     def _path(self, name: ObjectName) -> str:
         key = name.key.hex()
         return os.path.join(self._root, escaped(name.namespace), key[:2], key)
 
-    def _have_directory(self, name: ObjectName) -> None:
-        """Make the directory of an object, where it is not known to be there."""
+    def _make_directory(self, name: ObjectName) -> None:
+        """Make that of an object, and before it the file that says of which namespace it is.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
         directory = os.path.dirname(self._path(name))
-        if directory in self._made:
-            return
-        os.makedirs(directory, mode=0o700, exist_ok=True)
         above = os.path.dirname(directory)
-        if not os.path.basename(above).startswith("="):
-            with open(os.path.join(above, NAME), "w", encoding="utf-8") as file:
+        os.makedirs(above, mode=0o700, exist_ok=True)
+        named = os.path.join(above, NAME)
+        if not os.path.basename(above).startswith("=") and not os.path.exists(named):
+            # As a whole or not at all: without it all that is there goes at the next start.
+            path = self._new_path()
+            with open(path, "w", encoding="utf-8") as file:
                 file.write(name.namespace)
-        self._made.add(directory)
+            os.rename(path, named)
+        os.makedirs(directory, mode=0o700, exist_ok=True)
 
     # ---- what lies there -------------------------------------------------------------------------
 
     @override
     def search(self) -> SearchOutcome:
         removed: list[str] = []
+        try:
+            objects = list(self._searched(removed))
+        except OSError as exc:
+            raise StorageLost(
+                f"what lies in the directory {self._directory} cannot be searched: {exc.strerror}: "
+                f"{exc.filename}"
+            ) from exc
+        objects.sort(key=lambda found: found.used_ns)
+        return SearchOutcome(objects, len(removed), removed[0] if removed else "")
+
+    def _searched(self, removed: list[str]) -> Iterator[StoredObject]:
+        """All objects; what is none is removed, and named."""
+        # First: what is removed below goes by there.
+        for entry in _entries(self._writing):
+            self._throw_out(entry, "one was being written when its process ended", removed)
         for entry in _entries(self._directory):
             if _HEX.fullmatch(entry.name) and entry.path != self._root:
-                removed.append(f"{entry.name[:12]} is of a pool with another layout")
-                shutil.rmtree(entry.path, ignore_errors=True)
-        objects: list[StoredObject] = []
+                why = f"{entry.name[:12]} is of a pool with another layout"
+                self._throw_out(entry, why, removed)
         for entry in _entries(self._root):
             if entry.name == WRITING:
-                removed += (
-                    "one was being written when its process ended" for _ in _entries(entry.path)
-                )
-                _emptied(entry.path)
                 continue
             namespace = _unescaped(entry)
             if namespace is None:
-                removed.append(f"{entry.name[:40]} is no namespace")
-                shutil.rmtree(entry.path, ignore_errors=True)
-                continue
-            objects += self._found(namespace, entry.path, removed)
-        objects.sort(key=lambda found: found.used_ns)
-        return SearchOutcome(objects, len(removed), removed[0] if removed else "")
+                self._throw_out(entry, f"{_shown(entry)} is no namespace", removed)
+            else:
+                yield from self._found(namespace, entry.path, removed)
+
+    def _throw_out(self, entry: os.DirEntry[str], why: str, removed: list[str]) -> None:
+        removed.append(why)
+        self._remove_or_leave(entry.path)
 
     def _found(self, namespace: str, path: str, removed: list[str]) -> Iterator[StoredObject]:
         """The objects of one namespace."""
         for digits in _entries(path):
-            if digits.name == NAME:
+            if digits.name == NAME and digits.is_file(follow_symlinks=False):
+                continue
+            if not digits.is_dir(follow_symlinks=False):
+                self._throw_out(digits, f"{_shown(digits)} is no directory", removed)
                 continue
             for entry in _entries(digits.path):
                 seen = entry.stat(follow_symlinks=False)
@@ -285,15 +390,12 @@ class DirectoryTier(Backend):
                 elif seen.st_size != self._size:
                     why = f"has {seen.st_size} bytes where {self._size} are right"
                 if why:
-                    removed.append(f"{entry.name[:40]} {why}")
-                    _removed(entry)
+                    self._throw_out(entry, f"{_shown(entry)} {why}", removed)
                     continue
                 key = bytes.fromhex(entry.name)
                 yield StoredObject(ObjectName(namespace, key), seen.st_mtime_ns)
-            with contextlib.suppress(OSError):
-                os.rmdir(digits.path)  # refused while it has anything
-        with contextlib.suppress(OSError):
-            os.rmdir(path)
+            _prune(digits.path)
+        _prune_namespace(path)
 
 
 class _Draft(NamedTuple):
@@ -386,6 +488,21 @@ def _forget_head(fd: int) -> None:
 # ---- files and directories -----------------------------------------------------------------------
 
 
+def others_in(directory: str) -> list[str]:
+    """Names of what is nobody's to remove: anything, but for a tier's, in one that has no mark.
+
+    Raises:
+        OSError: it cannot be listed.
+    """
+    names = os.listdir(directory)
+    if MARK in names:
+        return []
+    # Of a tier whose mark was removed from under its process, which went on for a moment.
+    layouts = [name for name in names if _HEX.fullmatch(name)]
+    ours = [name for name in layouts if os.path.isdir(os.path.join(directory, name, WRITING))]
+    return sorted({*names} - {"lost+found", LOCK, *ours})
+
+
 def _taken(directory: str) -> int:
     """Make the directory if it is not there, and take its lock.
 
@@ -405,7 +522,7 @@ def _taken(directory: str) -> int:
     mark = os.path.join(directory, MARK)
     if not os.path.exists(mark):
         # Whatever lies in a tier and is no object of it is removed: so nobody else's may.
-        others = sorted(set(os.listdir(directory)) - {"lost+found"})
+        others = others_in(directory)
         if others:
             raise StorageLost(
                 f"the directory {directory} has {others[0]!r} in it and is no tier of kvd: name an "
@@ -454,36 +571,73 @@ def _reserve(fd: int, size: int) -> None:
     os.ftruncate(fd, size)
 
 
+def _own(path: str) -> None:
+    """Make a directory, unless it is there.
+
+    Raises:
+        OSError: the kernel refuses.
+        StorageLost: something else is there.
+    """
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    if os.path.islink(path):
+        raise StorageLost(f"{path} is no directory, and is not followed: remove it")
+
+
+def _opened(path: str) -> int:
+    """A file that is read, and waits for nobody.
+
+    Raises:
+        OSError: it is none, or the kernel refuses.
+    """
+    # Who opens the end of a pipe waits for the other one.
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "It is no file")
+
+
+def _prune(directory: str) -> None:
+    """Remove the directory of objects if it is empty, and that of its namespace."""
+    try:
+        os.rmdir(directory)
+    except OSError:
+        return
+    _prune_namespace(os.path.dirname(directory))
+
+
+def _prune_namespace(directory: str) -> None:
+    """Remove the directory of a namespace if nothing but its name is in it."""
+    with contextlib.suppress(OSError):
+        if os.listdir(directory) == [NAME]:
+            os.unlink(os.path.join(directory, NAME))
+        os.rmdir(directory)
+
+
 def _unescaped(entry: os.DirEntry[str]) -> str | None:
     """The namespace of a directory; None if it is of none."""
-    if entry.name.startswith("="):
-        namespace = unquote(entry.name[1:])
-    else:
-        try:
-            with open(os.path.join(entry.path, NAME), encoding="utf-8") as file:
+    if not entry.is_dir(follow_symlinks=False):
+        return None
+    try:
+        if entry.name.startswith("="):
+            namespace = unquote(entry.name[1:])
+        else:
+            with open(_opened(os.path.join(entry.path, NAME)), encoding="utf-8") as file:
                 namespace = file.read()
-        except (OSError, UnicodeDecodeError):
-            return None
-    return namespace if escaped(namespace) == entry.name else None
+        return namespace if escaped(namespace) == entry.name else None
+    except (OSError, UnicodeError):
+        return None
+
+
+def _shown(entry: os.DirEntry[str]) -> str:
+    """The name of something, as text, which it need not be."""
+    return os.fsencode(entry.name).decode(errors="replace")[:40]
 
 
 def _entries(path: str) -> list[os.DirEntry[str]]:
-    """What is in a directory; nothing where it is none, or is gone."""
+    """What is in a directory; nothing where it is gone."""
     try:
         with os.scandir(path) as entries:
             return list(entries)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
-
-
-def _emptied(path: str) -> None:
-    for entry in _entries(path):
-        _removed(entry)
-
-
-def _removed(entry: os.DirEntry[str]) -> None:
-    if entry.is_dir(follow_symlinks=False):
-        shutil.rmtree(entry.path, ignore_errors=True)
-        return
-    with contextlib.suppress(OSError):
-        os.unlink(entry.path)

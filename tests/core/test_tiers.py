@@ -425,6 +425,26 @@ def test_an_order_without_an_answer_ends_the_storage_process():
     assert len(d.restarted) == 1, "it is being killed already"
 
 
+@pytest.mark.parametrize("verb", ["promotion", "demotion"])
+def test_an_order_without_an_answer_is_none_the_less_so_beside_those_that_go_the_other_way(verb):
+    """What is read hangs, and what is written is answered all the time; and the other way round."""
+    world, d = world_with_evicted(tier=disk(objects=200, moving=8, deadline_s=3.0))
+    d.hold_storage = True
+    d.call(client.OpenLease, PROMPT)
+    hangs = effects.Promote if verb == "promotion" else effects.Demote
+    for number in range(40):
+        cached(d, tokens((90_000 + number * PAGE, PAGE)))
+        d.call(PrefetchPrompt, tokens((50_000 + number * PAGE, PAGE)))
+        world.pass_time(0.1)
+        for order in [one for one in d.orders if not isinstance(one, hangs)]:
+            d.orders.remove(order)
+            d.orders.appendleft(order)
+            d.carry_out()
+        world.run()
+    assert d.restarted
+    assert f"{verb} of " in d.restarted[0]
+
+
 def test_objects_of_before_are_found_by_the_next_daemon():
     world, d = world_with_evicted()
     world.restart(d)

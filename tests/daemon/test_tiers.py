@@ -25,6 +25,7 @@ from kvd.storage.sizes import HEAD_BYTES, object_bytes
 from kvd.types import ID_BYTES
 from tests.daemon.conftest import findings
 from tests.daemon.kv import PAGE, PAGE_BYTES, SHAPE, digest, tokens_of, write
+from tests.support.breakpoints import Breakpoints, Step
 from tests.support.daemons import Daemon, two_daemons
 from tests.support.disks import small_disk
 
@@ -363,8 +364,24 @@ PATIENT = {"tiers.disk.deadline_s": "120", "tiers.disk.wait_s": "120"}
 """What a test waits for comes of the death of a process, and of no clock of the daemon."""
 
 
-def test_a_storage_process_that_is_killed_within_a_promotion_costs_the_hit(make):
-    """Of 70 pages 64 are in the pool when it stands before a file that nobody opens to write."""
+SECOND_READ = Step(
+    "of two batches one is read", "storage", "kvd/storage/posix.py:get", "call", nth=2
+)
+THIRD_NAME = Step(
+    "some have their names", "storage", "kvd/storage/posix.py:_named", "return", nth=3
+)
+
+
+@pytest.fixture
+def stops(tmp_path):
+    """Whoever is started is stopped at one of these, once it is armed."""
+    found = Breakpoints(tmp_path / "stops", (SECOND_READ, THIRD_NAME))
+    with found.inherited():
+        yield found
+
+
+def test_a_storage_process_that_is_killed_within_a_promotion_costs_the_hit(stops, make):
+    """Of 70 pages 64 are in the pool when it stands before the rest."""
     tiered = make(100, **PATIENT, **{"pool.pages": "769", "tiers.disk.max_moving": "4MiB"})
     tiered.fill(9)
     there, storage = tiered.prompts[0][: 30 * PAGE], tiered.daemon.storage_pid()
@@ -372,18 +389,16 @@ def test_a_storage_process_that_is_killed_within_a_promotion_costs_the_hit(make)
         lease = node.lease(there, tiers="now")
         write(node, lease, there)
         lease.release(())
-    blocking, last_read = tiered.object_of(0, 97), tiered.object_of(0, 93)
-    blocking.unlink()
-    os.mkfifo(blocking)
-    unread_ns = last_read.stat().st_mtime_ns
+    stops.arm(SECOND_READ)
 
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(tiered.lease, 0)
-        tiered.until(lambda: last_read.stat().st_mtime_ns > unread_ns, "reads nothing")
+        tiered.until(lambda: stops.stopped() == storage, "reads nothing")
         # Room for what comes back may be made by a demotion meanwhile.
         held = {lease.reason: lease.held_pages for lease in tiered.daemon.snapshot().leases}
         assert held["promotion from disk"] == 70
         assert (tiered.tier.reading, tiered.tier.waiting, found.done()) == (70, 1, False)
+        stops.disarm()
         os.kill(storage, signal.SIGKILL)
         assert found.result(LIMIT_S) == len(there)
 
@@ -392,27 +407,22 @@ def test_a_storage_process_that_is_killed_within_a_promotion_costs_the_hit(make)
     assert (tiered.tier.hits, tiered.tier.bad) == (0, 0)
     tiered.until_found(1)
     assert tiered.daemon.storage_pid() != storage
-    assert not blocking.exists() or blocking.is_file()
     tiered.assert_nothing_is_held()
 
 
-def test_a_storage_process_that_is_killed_within_a_demotion_loses_nothing(make):
-    """Some of its objects have their names, others are drafts, and one waits for its directory."""
+def test_a_storage_process_that_is_killed_within_a_demotion_loses_nothing(stops, make):
+    """Some of its objects have their names, and others are drafts."""
     tiered = make(namespace="n" * LONGEST_NAME, **PATIENT)
     tiered.fill(10)
-    (name,) = tiered.directory.glob("*/*/namespace")
-    words = name.read_text()
-    name.unlink()
-    os.mkfifo(name)
     storage = tiered.daemon.storage_pid()
+    stops.arm(THIRD_NAME)
 
     tiered.compute(10)
-    tiered.until(lambda: _empty_directories(name.parent), "writes nothing")
+    tiered.until(lambda: stops.stopped() == storage, "writes nothing")
     n_drafts, n_writing = len(list(tiered.directory.glob("*/writing/*"))), tiered.tier.writing
     assert 0 < n_drafts <= n_writing
     tiered.compute(11)  # nobody waits for what is being written
-    name.unlink()
-    name.write_text(words)
+    stops.disarm()
     os.kill(storage, signal.SIGKILL)
 
     tiered.until(lambda: tiered.tier.generation == 2, "there is no next one")
@@ -428,10 +438,6 @@ def test_a_storage_process_that_is_killed_within_a_demotion_loses_nothing(make):
     assert [tiered.match(number) for number in range(4)] == [0] * 4
     assert [tiered.lease(number) for number in range(4)] == [PROMPT_TOKENS] * 4
     assert tiered.tier.bad == 0
-
-
-def _empty_directories(above: Path) -> list[Path]:
-    return [path for path in above.iterdir() if path.is_dir() and not any(path.iterdir())]
 
 
 def test_a_storage_process_that_hangs_is_waited_for_and_replaced(tiered):

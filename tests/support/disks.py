@@ -34,6 +34,15 @@ def small_disk(place: Path, n_bytes: int) -> Iterator[Path]:
         unmount(place)
 
 
+def protect(place: Path) -> None:
+    """Let nothing be written there, until it is unmounted, whoever has something open there.
+
+    By a second mount over the first.
+    """
+    subprocess.run(["mount", "--bind", place, place], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
+
+
 def unmount(place: Path) -> None:
     """The uppermost of what is mounted there goes, whoever has it open."""
     subprocess.run(["umount", "-l", place], check=True)

@@ -31,7 +31,7 @@ from kvd.cli.systemd_reach import user_called
 from kvd.families.budget import size_bytes
 from kvd.pools.mounts import mounts
 from kvd.storage.nixl_objects import CUDA_MAJOR
-from kvd.storage.posix import MARK
+from kvd.storage.posix import others_in
 from kvd.text import clean
 from kvd.types import amount
 
@@ -121,11 +121,11 @@ def _directory(subject: Subject, folder: Path) -> DoctorFinding:
 def _content(check: str, folder: Path, shown: str) -> DoctorFinding:
     """Whether kvd may remove what lies there."""
     try:
-        names = {entry.name for entry in folder.iterdir()}
+        others = others_in(str(folder))
     except PermissionError:
         what = f"{shown}: what lies there cannot be seen by this user"
         return poor(check, what, "run kvd doctor as root")
-    if MARK not in names and (others := sorted(names - {"lost+found"})):
+    if others:
         what = f"has {clean(others[0])} in it and is no tier of kvd, so it is not used"
         return wrong(check, what, "name an empty directory, or one that is not there")
     return good(check, shown)

@@ -4,8 +4,10 @@ An order is over by its answer, or when the storage process that had it is reape
 else; so long the pages are its lease's, whatever became of those who wanted them. Tickets are
 counted on over the end of a process: a late answer of the one before finds no order.
 
-A process that is silent is killed: where none of its orders was answered for ``deadline_s`` of a
-tier, counted from the later of its order and the last answer of any.
+A process that is silent is killed: where an order is not answered for ``deadline_s`` of its tier,
+counted from the later of its order and the last answer of any that goes the same way. What is read
+does not wait for what is written, nor one tier for another; so the answers of others say nothing of
+a disk that hangs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.outbox import Outbox
-    from kvd.core.tiers.tier import StorageEnding, StorageTier
+    from kvd.core.tiers.tier import StorageEnding, StorageTier, TierHealth
 
 M = TypeVar("M", bound="TierMove")
 
@@ -57,6 +59,11 @@ class TierMove:
         """Whether what it moves is to be forgotten: its namespace was flushed."""
 
     @property
+    def way(self) -> TierHealth:
+        """Which way it goes: its orders are carried out one after the other."""
+        raise NotImplementedError
+
+    @property
     def n_objects(self) -> int:
         """How many were ordered."""
         return len(self.keys)
@@ -71,13 +78,11 @@ class TierMove:
 class TierMoves:
     """The orders under way, by ticket; the order in which they stand is that of their orders."""
 
-    __slots__ = ("_last_ticket", "_out", "ending", "heard_s", "under_way")
+    __slots__ = ("_last_ticket", "_out", "ending", "under_way")
 
     def __init__(self, ending: StorageEnding, out: Outbox) -> None:
         self.ending = ending
         self.under_way: dict[int, TierMove] = {}
-        self.heard_s = 0.0
-        """When the storage process last answered one."""
         self._last_ticket = 0
         self._out = out
 
@@ -104,7 +109,7 @@ class TierMoves:
         if not isinstance(move, kind):
             return None
         del self.under_way[ticket]
-        self.heard_s = self._out.at_s
+        move.way.heard_s = self._out.at_s
         return move
 
     def cut(self) -> list[TierMove]:
@@ -132,7 +137,7 @@ class TierMoves:
         if self.ending.why:
             return None
         for move in self.under_way.values():
-            silent_s = self._out.at_s - max(move.since_s, self.heard_s)
+            silent_s = self._out.at_s - max(move.since_s, move.way.heard_s)
             if silent_s >= move.tier.settings.deadline_s:
                 self.restart(f"{move.words} of tier {move.tier.name}", silent_s)
                 return move
