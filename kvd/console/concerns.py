@@ -42,7 +42,7 @@ from kvd.core.inspect.quota_states import quota_states
 from kvd.core.inspect.removed import tier_thrash_words
 from kvd.core.inspect.rows import waiting_rows
 from kvd.core.inspect.schema import StateField, client_ref
-from kvd.core.inspect.words import SHORT, asked_word, asker_name, epochs_words, is_short
+from kvd.core.inspect.words import SHORT, asked_word, asker_name, epochs_words, is_nearly_full
 from kvd.core.peers.peer import Agent, Life
 from kvd.text import counted
 from kvd.types import amount
@@ -101,12 +101,12 @@ def short_pools(context: Context) -> Iterator[Concern]:
             waiting.setdefault(row.waiter.budget, []).append(row)
         else:
             behind += not row.is_blocked
-    for name, total in zip(budgets.names, budgets.capacity(), strict=True):
+    for name in budgets.names:
         rows, headroom = waiting[name], budgets.headroom(name)
         # One waiter may go and the next one come: what counts is that there always is one.
         if rows and context.now_s - first_seen(context, "waits", name) <= WAITS_S:
             rows = []
-        if not rows and not is_short(budgets, name):
+        if not rows and not is_nearly_full(budgets, name):
             continue
         waits, is_late = "", False
         if rows:
@@ -121,7 +121,7 @@ def short_pools(context: Context) -> Iterator[Concern]:
             severity=HIGH if is_late else MEDIUM if rows or not headroom else LOW,
             kind="pool-short",
             subject=f"pool:{name}",
-            evidence=f"{name} can give {headroom} of {total} pages{waits}; "
+            evidence=f"{name} can give {headroom} of {budgets.capacity(name)} pages{waits}; "
             f"most is held by {holders or 'nobody'}",
             since_s=first_seen(context, "pool-short", name),
             rule=f"a component can give {SHORT:.0%} of its pages: free, or cached and not in use; "

@@ -68,7 +68,7 @@ def registers_of(node: NodeState) -> list[Counted]:
     side_queue = node.admission.side_queue
     return [
         *counted(node.leases, "leases"),
-        *counted(node.decoder, "parts", "by_handoff", "ready"),
+        *counted(node.decoder.open, "parts", "by_handoff", "ready"),
         *counted(node.decoder.quarantines, "leases"),
         *counted(node.retractor.copies, "by_ticket"),
         *counted(node.prefiller, "by_send"),

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from kvd.client import Code, KvdError, Node, connect
 from kvd.connectors.daemon_link import OPEN_WITHIN_S
 from kvd.connectors.refusals import BROKEN, is_users_to_mend, refused_here
-from kvd.connectors.sglang.host_pages import UnfitHostPool
 from kvd.connectors.sglang.storage_link import PagesFit, expected_of, with_section
 
 if TYPE_CHECKING:
@@ -132,15 +131,10 @@ class HandoffLink:
             expects=expected_of(self.pages),
         )
         try:
-            fit = PagesFit(self._node, self._node.pool(options.pool), threads=options.copy_threads)
-            fit.blocks(self.pages)
-        except UnfitHostPool as error:
-            await self._leave()
-            raise refused_here(Code.LAYOUT_MISMATCH, str(error)) from None
+            return PagesFit.fitted(self._node, options, self.pages)
         except BaseException:
             await self._leave()
             raise
-        return fit
 
     async def _leave(self) -> None:
         node, self._node, self._fit = self._node, None, None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 
 from kvd.client import Code, KvdError
 from kvd.client.mapping import bytes_per_page
@@ -57,6 +57,20 @@ class PagesFit(Generic[N]):
         self.page_bytes = sum(map(bytes_per_page, part.tensors))
         self._pool, self._threads = pool.name, threads
         self._blocks: dict[str, EngineBlocks] = {}
+
+    @classmethod
+    def fitted(cls, node: N, options: StorageOptions, pages: HostPages) -> Self:
+        """The user's pool, with these pages beside it.
+
+        Raises:
+            KvdError: ``layout-mismatch``: no page of SGLang's is ever one of that pool.
+        """
+        try:
+            fit = cls(node, node.pool(options.pool), threads=options.copy_threads)
+            fit.blocks(pages)
+        except UnfitHostPool as error:
+            raise refused_here(Code.LAYOUT_MISMATCH, str(error)) from None
+        return fit
 
     def blocks(self, pages: HostPages) -> EngineBlocks:
         """Those of a host pool, given to the mover when they are first asked for.
@@ -149,7 +163,7 @@ class StorageLink:
                 self._options.endpoint or None,
                 name=self._name,
                 kind="sglang",
-                fit=lambda node: self._fit(node, pages),
+                fit=lambda node: StorageSession.fitted(node, self._options, pages),
                 expects=expected_of(pages),
                 logger=logger,
                 without="pages are neither found nor stored",
@@ -158,15 +172,6 @@ class StorageLink:
                 self._session.open()
             except KvdError as error:
                 raise with_section(error, pages) from None
-
-    def _fit(self, node: SyncNode, pages: HostPages) -> StorageSession:
-        options = self._options
-        try:
-            session = StorageSession(node, node.pool(options.pool), threads=options.copy_threads)
-            session.blocks(pages)
-        except UnfitHostPool as error:
-            raise refused_here(Code.LAYOUT_MISMATCH, str(error)) from None
-        return session
 
     def close(self) -> None:
         """Leave; repeatable."""

@@ -32,7 +32,7 @@ from kvd.core.cache.lease import (
     UNPROVEN,
 )
 from kvd.core.cache.lease_state import LeaseStage
-from kvd.core.handoff.message_sizes import page_bytes
+from kvd.core.handoff.message_sizes import page_id_bytes
 from kvd.core.handoff.parts import waits_for_others
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.handoff.receive import ASKING
@@ -822,7 +822,7 @@ def _record_faults(prefiller: Prefiller) -> Iterator[Fault]:
         parts = records.parts.items()
         is_open = sorted([handoff for handoff, part in parts if part.state is not Prefill.CLOSED])
         closed = sorted(records.parts.keys() - set(is_open))
-        kept_bytes = sum(page_bytes(part.offer) for _, part in parts if part.offer is not None)
+        kept_bytes = sum(page_id_bytes(part.offer) for _, part in parts if part.offer is not None)
         if (is_open, closed, kept_bytes) != (records.open, records.closed, records.kept_bytes):
             what = (
                 f"{len(records.open)} handoffs of {short(incarnation)} are counted as open, "

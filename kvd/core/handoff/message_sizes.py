@@ -29,7 +29,7 @@ _GRANT_BYTES = 640
 """Of a grant apart from its page ids: a name of 128 characters, and two numbers."""
 
 
-def page_bytes(offer: Offer) -> int:
+def page_id_bytes(offer: Offer) -> int:
     """Of its page ids."""
     n_bytes = 0
     for grant in offer.grants:
@@ -37,15 +37,15 @@ def page_bytes(offer: Offer) -> int:
     return n_bytes
 
 
-def is_short(offer: Offer, n_shards: int, aux_bytes: int, limit: int) -> bool:
-    """Whether both messages are, even if every page is summed: true of nearly all."""
-    sums = page_bytes(offer) // ID_BYTES * SUM_BYTES * n_shards
+def is_surely_read(offer: Offer, n_shards: int, aux_bytes: int, limit: int) -> bool:
+    """Whether both messages are short, even if every page is summed: true of nearly all."""
+    sums = page_id_bytes(offer) // ID_BYTES * SUM_BYTES * n_shards
     return 2 * MESSAGE_BYTES + _GRANT_BYTES * len(offer.grants) + sums + aux_bytes <= limit
 
 
 def offer_bytes(offer: Offer) -> int:
     """Of the Offer, at most."""
-    return MESSAGE_BYTES + _GRANT_BYTES * len(offer.grants) + page_bytes(offer)
+    return MESSAGE_BYTES + _GRANT_BYTES * len(offer.grants) + page_id_bytes(offer)
 
 
 def settled_bytes(offer: Offer, n_shards: int, aux_bytes: int) -> int:
@@ -69,7 +69,7 @@ def long_offer(offer: Offer, reader: Peer | Settings, side: str) -> Refusal | No
     n_bytes, limit = offer_bytes(offer), reader.max_frame_bytes
     if n_bytes <= limit:
         return None
-    pages = page_bytes(offer) // ID_BYTES
+    pages = page_id_bytes(offer) // ID_BYTES
     return Refusal(
         Code.TOO_LARGE,
         f"room {offer.room}: {pages} destination pages make an Offer of {amount(n_bytes)}, "
@@ -85,7 +85,7 @@ def long_settled(offer: Offer, n_shards: int, reader: Peer | Settings, side: str
     n_bytes, limit = settled_bytes(offer, n_shards, reader.max_aux_bytes), reader.max_frame_bytes
     if n_bytes <= limit:
         return None
-    pages = page_bytes(offer) // ID_BYTES
+    pages = page_id_bytes(offer) // ID_BYTES
     return Refusal(
         Code.TOO_LARGE,
         f"room {offer.room}: the sums of {pages} pages in {n_shards} shards "

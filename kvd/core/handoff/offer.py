@@ -22,7 +22,7 @@ from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.namespaces import SEPARATOR, epoch_in, name_in
 from kvd.core.components.tail import tail_start
-from kvd.core.handoff.message_sizes import is_short, long_offer, long_settled
+from kvd.core.handoff.message_sizes import is_surely_read, long_offer, long_settled
 from kvd.core.handoff.payload import pieces_of
 from kvd.core.handoff.payload_route import routes_of
 from kvd.core.handoff.refusals import of_source
@@ -172,7 +172,7 @@ class OfferWriter:
             assert isinstance(offer, Offer)
             n_shards, least = len(peer.incoming), min(mine.max_frame_bytes, peer.max_frame_bytes)
             # One multiplication for nearly all receives; the exact sums below walk every grant.
-            if is_short(offer, n_shards + 1, mine.max_aux_bytes, least):
+            if is_surely_read(offer, n_shards + 1, mine.max_aux_bytes, least):
                 continue
             refusal = long_offer(offer, peer, mine.name)
             refusal = refusal or long_settled(offer, n_shards, mine, mine.name)
@@ -521,6 +521,8 @@ def unacceptable(offer: Offer, peer: Peer, payload: Payload, mine: Settings) -> 
     page_size = mine.spec.components[0].page_size // pieces_of(peer.split)
     refusal = bad_offer(offer, payload, peer.split, page_size, mine.name)
     n_shards = len(peer.outgoing)
-    if refusal is None and not is_short(offer, n_shards, peer.max_aux_bytes, peer.max_frame_bytes):
+    if refusal is None and not is_surely_read(
+        offer, n_shards, peer.max_aux_bytes, peer.max_frame_bytes
+    ):
         refusal = long_settled(offer, n_shards, peer, mine.name)
     return refusal

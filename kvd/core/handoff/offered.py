@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from mypy_extensions import mypyc_attr
 
 from kvd.core.handoff.kept import note_taken
-from kvd.core.handoff.message_sizes import page_bytes
+from kvd.core.handoff.message_sizes import page_id_bytes
 from kvd.core.handoff.offer import differs, disagreement, outdated, unacceptable
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger
 from kvd.core.handoff.rooms import may_offer_still, turned_away
@@ -90,7 +90,7 @@ class OfferReader:
         if message.generation > peer.generation:
             self._peers.ask_hello(peer)  # the Offer will be repeated
             return
-        kept_bytes = page_bytes(message)
+        kept_bytes = page_id_bytes(message)
         # Asked before anything of it is kept; the Offer is repeated, and taken when there is room.
         if self._sends.settled_sends.is_full(peer, message.handoff, kept_bytes):
             return

@@ -16,7 +16,7 @@ from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import ARRIVAL, Claim, Lent
 from kvd.core.cache.lease_record import LeaseRecord
-from kvd.core.handoff.message_sizes import page_bytes
+from kvd.core.handoff.message_sizes import page_id_bytes
 from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, is_wanted
 from kvd.core.handoff.protocol import DecodeTrigger
 from kvd.core.leases.admission import Admission, Waiter
@@ -302,5 +302,5 @@ def _wanted(part: ReceivePart) -> str:
     """What it asks for."""
     offer = part.unanswered
     assert isinstance(offer, Offer)
-    n_pages = page_bytes(offer) // ID_BYTES
+    n_pages = page_id_bytes(offer) // ID_BYTES
     return f"has {part.attempt.prefix_tokens} tokens, {n_pages} pages wanted"

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
-from kvd.core.handoff.message_sizes import page_bytes
+from kvd.core.handoff.message_sizes import page_id_bytes
 from kvd.core.handoff.parts import PostSums
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger
 from kvd.core.handoff.refusals import never_delivered
@@ -413,7 +413,7 @@ class SettledSends:
         records.bury_part(part.handoff)
         # What is large goes; the tombstone must only answer an Offer or Abort that comes late.
         if part.offer is not None:
-            records.kept_bytes -= page_bytes(part.offer)
+            records.kept_bytes -= page_id_bytes(part.offer)
             part.offer = None
         part.ended = refusal
         part.aux = b""

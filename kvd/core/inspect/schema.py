@@ -32,7 +32,7 @@ from kvd.core.inspect.words import (
     asked_word,
     asker_name,
     epochs_words,
-    is_short,
+    is_nearly_full,
     layout_words,
     lease_waits_for,
     lease_word,
@@ -565,7 +565,7 @@ def _pool_word(node: NodeView, one: PoolRow) -> str:
         return "short"
     if not _headroom(node, one):
         return "full"
-    if is_short(node.leases.budgets, one.component.name):
+    if is_nearly_full(node.leases.budgets, one.component.name):
         return "short"
     return "quarantined" if one.quarantined_pages else "ok"
 

@@ -69,10 +69,9 @@ def node_word(node: NodeView) -> str:
     return "serving" if node.peers.generation else "transfer process restarting"
 
 
-def is_short(budgets: Budgets, component: str) -> bool:
+def is_nearly_full(budgets: Budgets, component: str) -> bool:
     """Whether it can give so little that it is among the findings, whoever waits."""
-    total = dict(zip(budgets.names, budgets.capacity(), strict=True))[component]
-    return budgets.headroom(component) <= SHORT * total
+    return budgets.headroom(component) <= SHORT * budgets.capacity(component)
 
 
 def lease_word(lease: LeaseRecord) -> str:

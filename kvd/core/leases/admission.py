@@ -290,7 +290,7 @@ class Admission:
         """Why the claim is not even queued."""
         budgets, claim = self._leases.budgets, waiter.claim
         for budget, needed in zip(budgets.names, budgets.least(claim), strict=True):
-            if needed > self._capacity(budget):
+            if needed > budgets.capacity(budget):
                 return self._never(claim, budget, needed)
         if self._is_hopeless(waiter):
             return self._never(claim, waiter.budget, waiter.needed_pages)
@@ -302,19 +302,16 @@ class Admission:
             )
         return None
 
-    def _capacity(self, budget: str) -> int:
-        budgets = self._leases.budgets
-        return budgets.capacity()[budgets.names.index(budget)]
-
     def _is_hopeless(self, waiter: Waiter) -> bool:
         """Whether it lacked more, when last matched, than there is; what was cached of it is gone.
 
         It would keep everybody behind it waiting until its deadline.
         """
-        return bool(waiter.budget) and waiter.needed_pages > self._capacity(waiter.budget)
+        budget = waiter.budget
+        return bool(budget) and waiter.needed_pages > self._leases.budgets.capacity(budget)
 
     def _never(self, claim: Claim, budget: str, needed: int) -> Refusal:
-        capacity = self._capacity(budget)
+        capacity = self._leases.budgets.capacity(budget)
         return Refusal(
             Code.TOO_LARGE,
             f"{claim.room_tokens} tokens need {needed} pages of {budget}, the pool has "

@@ -43,10 +43,11 @@ class Budgets:
         self._components, self._promises = components, promises
         self._page_size = page_size
 
-    def capacity(self) -> Demand:
-        """Pages of each that anybody can have."""
-        pools = [self._pool, *(keeper.pool for keeper in self._components.each)]
-        return tuple([pool.total_pages - 1 - pool.condemned_pages for pool in pools])
+    def capacity(self, name: str) -> int:
+        """Pages of that component that anybody can have."""
+        component = self._components.named(name)
+        pool = self._pool if component is None else component.pool
+        return pool.total_pages - 1 - pool.condemned_pages
 
     def headroom(self, name: str) -> int:
         """Pages obtainable now of that component, by whom none are promised."""
