@@ -209,7 +209,9 @@ def test_a_new_epoch_is_asked_for_at_once():
     assert [effect for effect in d.effects if isinstance(effect, effects.ProbeTier)]
 
 
-def test_of_a_store_alone_a_flush_is_forgotten_when_its_time_is_over():
+@replaces_methods
+def test_of_a_store_alone_a_flush_whose_time_is_over_makes_room_for_others(monkeypatch):
+    monkeypatch.setattr(leases_flushes, "MOST_FLUSHES", 5)
     world = store()
     d = world.d
     for k in range(5):

@@ -79,8 +79,12 @@ class Flushes:
 
     def has_room(self, namespace: str | None, now_s: float) -> bool:
         """Whether one more can be told from others."""
-        self._forget(now_s)
-        return namespace in self.by_name or len(self.by_name) < MOST_FLUSHES
+        by_name = self.by_name
+        if namespace not in by_name and len(by_name) >= MOST_FLUSHES:
+            # No sooner: a disk that this daemon has not may be there for the next one.
+            for name in [name for name, of in by_name.items() if now_s - of.at_s >= self._keep_s]:
+                del by_name[name]
+        return namespace in by_name or len(by_name) < MOST_FLUSHES
 
     def note(self, namespace: str | None, now_s: float) -> None:
         """This one and its members were flushed, or everything."""
@@ -103,12 +107,6 @@ class Flushes:
         found = self.last(namespace)
         return found.mark if found is not None else ""
 
-    def _forget(self, now_s: float) -> None:
-        """Those of which no tier has anything any more."""
-        by_name = self.by_name
-        for name in [name for name, of in by_name.items() if now_s - of.at_s >= self._keep_s]:
-            del by_name[name]
-
     # ---- over restarts -----------------------------------------------------------------------
 
     def found(self, flushes: Iterable[KeptFlush], now_s: float) -> None:
@@ -118,7 +116,6 @@ class Flushes:
 
     def to_keep(self, now_s: float) -> tuple[KeptFlush, ...]:
         """All of them, for the next daemon."""
-        self._forget(now_s)
         return tuple(
             [
                 KeptFlush(namespace=name, mark=of.mark, ago_s=now_s - of.at_s)
