@@ -56,6 +56,9 @@ def found(make_node, profile, steps=1500):
         (mutations.believes_ways_of_the_agent_before, "copies", "never said of its agent"),
         (mutations.knows_a_way_twice, "copies", "are known twice"),
         (mutations.forgets_that_a_mark_has_come, "copies", "are late, or are not"),
+        (mutations.forgets_its_flushes_at_a_restart, "tiers", "was flushed at"),
+        (mutations.forgets_its_flushes_at_a_restart, "store", "was flushed at"),
+        (mutations.marks_nothing_that_it_writes, "tiers", "was flushed at"),
     ],
 )
 def test_a_wrong_node_is_found_out(mutation, profile, words):
