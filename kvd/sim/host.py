@@ -18,7 +18,7 @@ from kvd.core.audit.invariants import violations
 from kvd.core.audit.rules import is_uncounted
 from kvd.core.handoff.drain import SETTLE_S
 from kvd.core.inspect.page_states import pools_of
-from kvd.core.leases.flushes import FlushMark
+from kvd.core.leases.flushes import FlushStamp
 from kvd.core.peers.peer import Agent
 from kvd.errors import Code, Refusal
 from kvd.sim.engine import SimSession
@@ -63,7 +63,7 @@ class EpochsWrite(msgspec.Struct, frozen=True):
     """What a node wants kept, on its way to a disk."""
 
     ticket: int
-    flushed: dict[str | None, FlushMark]
+    flushed: dict[str | None, FlushStamp]
 
 
 class SimHost(NodeShell):
@@ -94,7 +94,7 @@ class SimHost(NodeShell):
         self.disks: dict[str, SimDisk[int]] = {
             tier.name: self._disk_of(tier) for tier in settings.tiers
         }
-        self.flushed: dict[str | None, FlushMark] = {}
+        self.flushed: dict[str | None, FlushStamp] = {}
         """What its disk of epochs has."""
         self._writing: EpochsWrite | None = None
         self._n_sessions = self._n_workers = 0
@@ -303,7 +303,7 @@ class SimHost(NodeShell):
         """The daemon before has kept them."""
         now_s = self.world.agenda.now_s
         flushes = [
-            effects.KeptFlush(namespace=name, mark=of.mark, ago_s=now_s - of.at_s)
+            effects.KeptFlush(namespace=name, stamp=of.stamp, ago_s=now_s - of.at_s)
             for name, of in self.flushed.items()
         ]
         self.feed(inputs.EpochsFound(at_s=now_s, by_base={}, flushes=tuple(flushes)))
@@ -312,7 +312,7 @@ class SimHost(NodeShell):
     def keep_epochs(self, effect: effects.KeepEpochs) -> None:
         agenda = self.world.agenda
         flushed = {
-            flush.namespace: FlushMark(flush.mark, agenda.now_s - flush.ago_s)
+            flush.namespace: FlushStamp(flush.stamp, agenda.now_s - flush.ago_s)
             for flush in effect.flushes
         }
         self._writing = write = EpochsWrite(effect.ticket, flushed)

@@ -469,15 +469,15 @@ def forgets_its_flushes_at_a_restart(settings, at_s):
     return node
 
 
-class _UnmarkedFlushes(Flushes):
+class _UnstampedFlushes(Flushes):
     __slots__ = ()
 
-    def mark_of(self, namespace):
+    def stamp_of(self, namespace):
         return ""
 
 
-def marks_nothing_that_it_writes(settings, at_s):
+def stamps_nothing_that_it_writes(settings, at_s):
     """What lies on a disk from before a flush looks like what was written since."""
     node = NodeState(settings, at_s)
-    node.flushes.__class__ = _UnmarkedFlushes
+    node.flushes.__class__ = _UnstampedFlushes
     return node
