@@ -18,6 +18,7 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 
+from kvd.client import KvdError
 from kvd.client import connect_sync as connect
 from kvd.core.tiers.keys import keys_along, root_key
 from kvd.storage.objects import LONGEST_NAME
@@ -226,7 +227,12 @@ def test_a_flush_holds_over_a_kill_of_a_daemon_that_could_remove_nothing(make):
     with open(one.directory / "lock", "rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         one.start()
+        blocked = one.daemon.directory / "solo.epochs.new"
+        blocked.mkdir()  # which no file can take the place of
         with connect(one.daemon.client, name="trainer") as node:
+            with pytest.raises(KvdError, match=r"flushes of solo could .*and flush again"):
+                node.flush("llama")
+            blocked.rmdir()
             node.flush("llama")
         one.daemon.kill()
     assert one.files() == n_files
