@@ -251,11 +251,11 @@ class NoteEnded(msgspec.Struct, frozen=True, tag="NoteEnded"):
 class KeptFlush(msgspec.Struct, frozen=True):
     """A flush of a namespace that a tier may have something of, or of all: None.
 
-    What was written to a tier of this node alone since then bears ``mark``.
+    What was written to a tier of this node alone since then bears ``stamp``.
     """
 
     namespace: str | None
-    mark: str
+    stamp: str
     ago_s: float
 
 

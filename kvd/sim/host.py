@@ -18,7 +18,7 @@ from kvd.core.audit.invariants import violations
 from kvd.core.audit.rules import is_uncounted
 from kvd.core.handoff.drain import SETTLE_S
 from kvd.core.inspect.page_states import pools_of
-from kvd.core.leases.flushes import FlushMark
+from kvd.core.leases.flushes import FlushStamp
 from kvd.core.peers.peer import Agent
 from kvd.core.rest import TICK_S, is_still, next_tick_s, tick_dues
 from kvd.errors import Code, Refusal
@@ -66,7 +66,7 @@ class KeptWrite(msgspec.Struct, frozen=True):
 
     ticket: int
     epochs: dict[str, int]
-    flushed: dict[str | None, FlushMark]
+    flushed: dict[str | None, FlushStamp]
 
 
 class SimHost(NodeShell):
@@ -100,7 +100,7 @@ class SimHost(NodeShell):
         self.epochs: dict[str, int] = {}
         """Of each base that was said to this life to have new weights."""
         self.kept_epochs: dict[str, int] = {}
-        self.flushed: dict[str | None, FlushMark] = {}
+        self.flushed: dict[str | None, FlushStamp] = {}
         """What is on disk of epochs, and of what was flushed."""
         self._writing: KeptWrite | None = None
         self._n_sessions = self._n_workers = 0
@@ -315,7 +315,7 @@ class SimHost(NodeShell):
         """The daemon before has kept it."""
         now_s = self.world.agenda.now_s
         flushes = [
-            effects.KeptFlush(namespace=name, mark=of.mark, ago_s=now_s - of.at_s)
+            effects.KeptFlush(namespace=name, stamp=of.stamp, ago_s=now_s - of.at_s)
             for name, of in self.flushed.items()
         ]
         self.feed(inputs.EpochsFound(at_s=now_s, by_base=dict(self.epochs), flushes=tuple(flushes)))
@@ -324,7 +324,7 @@ class SimHost(NodeShell):
     def keep_epochs(self, effect: effects.KeepEpochs) -> None:
         agenda = self.world.agenda
         flushed = {
-            flush.namespace: FlushMark(flush.mark, agenda.now_s - flush.ago_s)
+            flush.namespace: FlushStamp(flush.stamp, agenda.now_s - flush.ago_s)
             for flush in effect.flushes
         }
         self._writing = write = KeptWrite(effect.ticket, dict(effect.by_base), flushed)

@@ -145,6 +145,14 @@ def test_a_size_that_does_not_fit_is_poor_with_the_one_that_does(tmp_path):
     assert of_disk(tmp_path, size="1GiB")["tier disk size"].severity is GOOD
 
 
+def test_a_disk_whose_flushes_are_forgotten_with_the_host_is_poor(tmp_path):
+    check = "tier disk after a flush"
+    found = of_disk(tmp_path)[check]
+    assert (found.severity, found.fix[:27]) == (POOR, "set cache.epochs_directory ")
+    kept = of_disk(tmp_path, f"cache.epochs_directory={tmp_path}")[check]
+    assert (kept.severity, str(tmp_path) in kept.what) == (GOOD, True)
+
+
 def test_what_the_tier_has_taken_already_counts_as_its_own(tmp_path, monkeypatch):
     tmp_path.chmod(0o700)
     (tmp_path / "kvd-tier").write_text("x")

@@ -209,7 +209,9 @@ def test_a_new_epoch_is_asked_for_at_once():
     assert [effect for effect in d.effects if isinstance(effect, effects.ProbeTier)]
 
 
-def test_of_a_store_alone_a_flush_is_forgotten_when_its_time_is_over():
+@replaces_methods
+def test_of_a_store_alone_a_flush_whose_time_is_over_makes_room_for_others(monkeypatch):
+    monkeypatch.setattr(leases_flushes, "MOST_FLUSHES", 5)
     world = store()
     d = world.d
     for k in range(5):
@@ -280,35 +282,35 @@ def test_nothing_is_written_down_where_nothing_is_flushed_or_no_tier_is():
 
 def test_the_last_flush_of_a_namespace_is_its_own_or_its_bases_or_that_of_all():
     flushes = Flushes("life", [disk()])
-    assert flushes.mark_of("m#a") == ""
+    assert flushes.stamp_of("m#a") == ""
     flushes.note(None, 1.0)
-    of_all = flushes.mark_of("m#a")
+    of_all = flushes.stamp_of("m#a")
     flushes.note("m", 2.0)
-    of_base = flushes.mark_of("m#a")
+    of_base = flushes.stamp_of("m#a")
     flushes.note("m#a", 3.0)
-    marks = [of_all, of_base, flushes.mark_of("m#a")]
-    assert len({*marks, ""}) == 4
-    assert flushes.mark_of("m#b\x1f7") == of_base
-    assert flushes.mark_of("") == of_all
+    stamps = [of_all, of_base, flushes.stamp_of("m#a")]
+    assert len({*stamps, ""}) == 4
+    assert flushes.stamp_of("m#b\x1f7") == of_base
+    assert flushes.stamp_of("") == of_all
     flushes.note("", 4.0)
-    assert flushes.mark_of("") not in marks
-    assert flushes.mark_of("other") == of_all
+    assert flushes.stamp_of("") not in stamps
+    assert flushes.stamp_of("other") == of_all
     flushes.note("m", 5.0)
     assert set(flushes.by_name) == {None, "", "m"}
-    assert flushes.mark_of("m#a") not in marks
-    assert last_flush(flushes.by_name, None).mark == of_all
+    assert flushes.stamp_of("m#a") not in stamps
+    assert last_flush(flushes.by_name, None).stamp == of_all
     flushes.note(None, 6.0)
     assert set(flushes.by_name) == {None}
 
 
-def test_no_two_flushes_have_one_mark():
+def test_no_two_flushes_have_one_stamp():
     lives = [Flushes(f"life {k}", [disk()]) for k in range(3)]
-    marks = []
+    stamps = []
     for flushes in lives:
         for k in range(50):
             flushes.note("m", float(k))
-            marks.append(flushes.mark_of("m"))
-    assert len(set(marks)) == 150
+            stamps.append(flushes.stamp_of("m"))
+    assert len(set(stamps)) == 150
 
 
 @replaces_methods

@@ -82,7 +82,7 @@ def written_at(calendar_s: float, host: str = "a", host_s: float = 0.0) -> Writt
     ],
 )
 def test_how_long_ago_a_flush_was_is_told_by_no_clock_that_somebody_sets(now, passed_s):
-    flush = KeptFlush(namespace="m", mark="3f", ago_s=7.0)
+    flush = KeptFlush(namespace="m", stamp="3f", ago_s=7.0)
     kept = KeptEpochs({}, flushed=KeptFlushes((flush,), written_at(1000.0, host_s=50.0)))
     assert [flush.ago_s for flush in kept.flushes(now)] == [7.0 + passed_s]
 
@@ -94,7 +94,7 @@ def test_what_was_flushed_is_kept_beside_the_epochs_and_only_where_there_is_any(
     found = file.read()
     assert found.epochs == {"m": 1}
     again = found.flushes(WrittenAt.now())
-    assert [(flush.namespace, flush.mark) for flush in again] == [(None, "3f"), ("m#a", "9c")]
+    assert [(flush.namespace, flush.stamp) for flush in again] == [(None, "3f"), ("m#a", "9c")]
     assert 1.5 <= again[0].ago_s < 60
     file.write({"m": 1})
     assert json.loads(file.path.read_text()) == {"epochs": {"m": 1}, "format": 1}

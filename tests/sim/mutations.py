@@ -13,6 +13,7 @@ from kvd.core import inputs
 from kvd.core.cache.lease import COPY, ENGINE
 from kvd.core.effects import Doubt
 from kvd.core.leases.epochs import Epochs
+from kvd.core.leases.flushes import Flushes
 from kvd.core.node import NodeState
 from kvd.types import NO_PAGES
 
@@ -474,4 +475,26 @@ def forgets_that_a_mark_has_come(settings, at_s):
     """An order is said to wait after it has begun."""
     node = NodeState(settings, at_s)
     node.engine_copies.marks.over = lambda worker, call: None
+    return node
+
+
+def forgets_its_flushes_at_a_restart(settings, at_s):
+    """The daemon after a flush finds below its pool what the one before had flushed."""
+    node = NodeState(settings, at_s)
+    find = node._handlers[inputs.EpochsFound]
+    node._handlers[inputs.EpochsFound] = lambda got: find(msgspec.structs.replace(got, flushes=()))
+    return node
+
+
+class _UnstampedFlushes(Flushes):
+    __slots__ = ()
+
+    def stamp_of(self, namespace):
+        return ""
+
+
+def stamps_nothing_that_it_writes(settings, at_s):
+    """What lies on a disk from before a flush looks like what was written since."""
+    node = NodeState(settings, at_s)
+    node.flushes.__class__ = _UnstampedFlushes
     return node

@@ -57,6 +57,9 @@ def found(make_node, profile, steps=1500):
         (mutations.knows_a_way_twice, "copies", "are known twice"),
         (mutations.finds_what_former_weights_have_cached, "month", ""),
         (mutations.forgets_that_a_mark_has_come, "copies", "are late, or are not"),
+        (mutations.forgets_its_flushes_at_a_restart, "tiers", "was flushed at"),
+        (mutations.forgets_its_flushes_at_a_restart, "store", "was flushed at"),
+        (mutations.stamps_nothing_that_it_writes, "tiers", "was flushed at"),
     ],
 )
 def test_a_wrong_node_is_found_out(mutation, profile, words):

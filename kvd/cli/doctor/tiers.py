@@ -81,6 +81,7 @@ def disk(subject: Subject) -> list[DoctorFinding]:
         _directory(subject, folder),
         _file_system(subject, folder),
         _room(folder, size_bytes(section.size or "") or 0),
+        _flushes(subject.config.cache.epochs_directory),
         _plugin("tier disk", "nixl_cu13 or nixl_cu12 with its POSIX plugin", POSIX),
     ]
     return [finding for finding in out if finding is not None]
@@ -177,6 +178,19 @@ def _room(folder: Path, size: int) -> DoctorFinding:
         return poor(check, what, f"look: du -sh {folder}; then lower tiers.disk.size, or make room")
     fix = f"set tiers.disk.size to at most {fits}, or make room: a full disk costs hits"
     return poor(check, what, fix)
+
+
+def _flushes(directory: str | None) -> DoctorFinding:
+    """Where it is kept what was flushed, and the epochs: the disk outlives the host."""
+    check = "tier disk after a flush"
+    if directory is not None:
+        return good(check, f"what was flushed is kept in {directory}")
+    return poor(
+        check,
+        "without cache.epochs_directory a flush and a new epoch hold until this host is started "
+        "again: what was on the disk before may be found then",
+        'set cache.epochs_directory = "/var/lib/kvd"',
+    )
 
 
 def _taken_bytes(folder: Path) -> tuple[int, bool]:

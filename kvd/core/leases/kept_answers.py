@@ -19,7 +19,7 @@ from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
 from kvd.core import effects
-from kvd.core.leases.flushes import FlushMark, last_flush
+from kvd.core.leases.flushes import FlushStamp, last_flush
 from kvd.errors import Code, Refusal
 from kvd.wire import admin, client
 
@@ -37,7 +37,7 @@ class KeptState(msgspec.Struct, frozen=True):
     """What the next daemon of this node begins with."""
 
     epochs: dict[str, int]
-    flushes: dict[str | None, FlushMark]
+    flushes: dict[str | None, FlushStamp]
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

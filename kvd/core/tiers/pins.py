@@ -21,7 +21,6 @@ import enum
 import math
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.eviction import path_of
@@ -74,11 +73,15 @@ class PinWait(enum.Enum):
     """Others are being written."""
 
 
-class UnwrittenPin(msgspec.Struct, frozen=True):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class UnwrittenPin:
     """Why, and since when."""
 
-    why: PinWait
-    since_s: float
+    __slots__ = ("since_s", "why")
+
+    def __init__(self, why: PinWait, since_s: float) -> None:
+        self.why = why
+        self.since_s = since_s
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

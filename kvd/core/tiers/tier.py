@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 FAILURES: Final = 3
 """Orders in a row that came to nothing, until a tier is away."""
 
-MARK: Final = "\x1e"
-"""Between a namespace and the mark of a flush; no name has it (``cache.namespaces``)."""
+STAMP: Final = "\x1e"
+"""Between a namespace and the stamp of a flush; no name has it (``cache.namespaces``)."""
 
 AWAY_S: Final = 1.0
 MOST_AWAY_S: Final = 60.0
@@ -152,9 +152,9 @@ class StorageEnding:
 
 
 def parted(stored: str) -> tuple[str, str]:
-    """A namespace as a tier has it: as the tree has it, and the mark of the flush before."""
-    namespace, _, mark = stored.partition(MARK)
-    return namespace, mark
+    """A namespace as a tier has it: as the tree has it, and the stamp of the flush before."""
+    namespace, _, stamp = stored.partition(STAMP)
+    return namespace, stamp
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -282,8 +282,8 @@ class StorageTier:
     def stored_as(self, namespace: str) -> str:
         """A namespace as this tier has it: nothing of before a flush bears that name."""
         # What nodes share has the names that all of them use.
-        mark = "" if self.writes is not None else self._flushes.mark_of(namespace)
-        return f"{namespace}{MARK}{mark}" if mark else namespace
+        stamp = "" if self.writes is not None else self._flushes.stamp_of(namespace)
+        return f"{namespace}{STAMP}{stamp}" if stamp else namespace
 
     def met_before(self, stored: str, n_objects: int) -> None:
         """So many objects lie there that are of before a flush, or of an epoch that is over."""

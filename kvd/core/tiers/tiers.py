@@ -3,8 +3,8 @@
 A node without tiers has this too, with nothing in it: then nothing here costs a step anything.
 
 A namespace that was flushed must not come back from a disk, whatever becomes of a process. So what
-is written since bears the mark of the flush (``leases.flushes``), and what bears another one, or is
-of an epoch that is over, is *of before*: it is not found, and ordered away, in the step of the
+is written since bears the stamp of the flush (``leases.flushes``), and what bears another one, or
+is of an epoch that is over, is *of before*: it is not found, and ordered away, in the step of the
 flush and wherever a storage process meets it. What is under way of it is void.
 
 What must not live here: what one order is (``demotion``, ``promotion``).
@@ -263,9 +263,9 @@ class Tiers:
         tier = self.named(got.tier)
         if tier is None:
             return
-        namespace, mark = parted(got.namespace)
+        namespace, stamp = parted(got.namespace)
         keys = each_key(got.keys)
-        if mark == self._flushes.mark_of(namespace) and not self._epochs.over([namespace]):
+        if stamp == self._flushes.stamp_of(namespace) and not self._epochs.over([namespace]):
             tier.index.found(namespace, keys)
         else:
             tier.met_before(got.namespace, len(keys))
