@@ -4,8 +4,10 @@ An order is over by its answer, or when the storage process that had it is reape
 else; so long the pages are its lease's, whatever became of those who wanted them. Tickets are
 counted on over the end of a process: a late answer of the one before finds no order.
 
-A process that is silent is killed: where none of its orders was answered for ``deadline_s`` of a
-tier, counted from the later of its order and the last answer of any.
+A process that is silent is killed: where an order is not answered for ``deadline_s`` of its tier,
+counted from when all in front of it in its line were. A line is of one tier, one way. Answers of
+other lines, and to later orders, say nothing of it: one disk may hang where a store answers, and a
+read that overtakes another one does not prove that the other ends.
 """
 
 from __future__ import annotations
@@ -62,6 +64,11 @@ class TierMove:
         return len(self.keys)
 
     @property
+    def line(self) -> str:
+        """What it stands in, behind those that were ordered before."""
+        return f"{self.verb} {self.tier.name}"
+
+    @property
     def words(self) -> str:
         """For people."""
         return f"{self.verb} of {self.n_objects} pages, order {self.ticket}"
@@ -76,8 +83,8 @@ class TierMoves:
     def __init__(self, ending: StorageEnding, out: Outbox) -> None:
         self.ending = ending
         self.under_way: dict[int, TierMove] = {}
-        self.heard_s = 0.0
-        """When the storage process last answered one."""
+        self.heard_s: dict[str, float] = {}
+        """By line, when the first in it was answered last."""
         self._last_ticket = 0
         self._out = out
 
@@ -103,8 +110,10 @@ class TierMoves:
         move = self.under_way.get(ticket)
         if not isinstance(move, kind):
             return None
+        line = move.line
+        if next(one for one in self.under_way.values() if one.line == line) is move:
+            self.heard_s[line] = self._out.at_s
         del self.under_way[ticket]
-        self.heard_s = self._out.at_s
         return move
 
     def cut(self) -> list[TierMove]:
@@ -132,7 +141,7 @@ class TierMoves:
         if self.ending.why:
             return None
         for move in self.under_way.values():
-            silent_s = self._out.at_s - max(move.since_s, self.heard_s)
+            silent_s = self._out.at_s - max(move.since_s, self.heard_s.get(move.line, 0.0))
             if silent_s >= move.tier.settings.deadline_s:
                 self.restart(f"{move.words} of tier {move.tier.name}", silent_s)
                 return move
