@@ -98,7 +98,7 @@ class SimSession:
         if host.asleep_until_s > agenda.now_s:
             agenda.at(host.asleep_until_s, self._submit, message, tokens, begins)
         else:
-            if begins is not None and host.epochs:
+            if begins is not None and host.world.profile.has_epochs:
                 prompt = begins.prompt
                 begins.prompt = prompt.computed_in(host.epochs.get(prompt.namespace, 0))
             host.feed(

@@ -195,6 +195,7 @@ def test_a_lease_of_before_is_not_sent_under_the_new_weights():
     said = side.call(client.SendRequest, PROMPT, room=7, lease=lease.lease, namespace="m")
     assert said.refusal.code is Code.PROMPT_MISMATCH
     assert said.refusal.numbers == {"lease_epoch": 0, "epoch": 1}
+    assert "which began in epoch 0: open another" in said.refusal.message
 
 
 def test_an_operator_says_it_too_and_rehearses_it_first():

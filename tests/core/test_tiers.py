@@ -7,6 +7,8 @@ import pytest
 from kvd.core import effects, inputs
 from kvd.core.audit.invariants import violations
 from kvd.core.settings import Demotion
+from kvd.core.tiers.keys import KEY_BYTES
+from kvd.core.tiers.moves import TierMove
 from kvd.errors import Code
 from kvd.wire import admin, client, events
 from kvd.wire.pins import PrefetchPrompt
@@ -443,6 +445,35 @@ def test_an_order_without_an_answer_is_none_the_less_so_beside_those_that_go_the
         world.run()
     assert d.restarted
     assert f"{verb} of " in d.restarted[0]
+
+
+@pytest.mark.parametrize("first_s", [None, 1.0, 2.9])
+def test_answers_to_later_orders_do_not_excuse_a_process_that_owes_an_earlier_one(first_s):
+    _, d = world_with_evicted(tier=disk(objects=200, moving=8, deadline_s=3.0))
+    d.hold_storage = True
+    d.call(client.OpenLease, PROMPT)
+    out, tier, moves = d.node.out, d.node.tiers.each[0], d.node.tiers.moves
+    lease = next(iter(d.node.leases.leases.values()))
+    moves.under_way.clear()
+    began_s = out.at_s
+    orders = [TierMove(tier, lease, "", b"", [bytes(KEY_BYTES)]) for _ in range(9)]
+    for order in orders:
+        moves.begin(order)
+
+    owed = orders[0]
+    if first_s is not None:
+        out.at_s = began_s + first_s
+        assert moves.end(owed.ticket, TierMove) is owed
+        owed = orders[1]
+    for later, order in enumerate(orders[3:], 1):
+        out.at_s = began_s + (first_s or 0.0) + later / 2 - 0.1
+        assert moves.end(order.ticket, TierMove) is order
+        assert moves.restart_if_silent() is None
+
+    out.at_s = began_s + (first_s or 0.0) + 2.99
+    assert moves.restart_if_silent() is None
+    out.at_s += 0.02
+    assert moves.restart_if_silent() is owed
 
 
 def test_objects_of_before_are_found_by_the_next_daemon():

@@ -149,6 +149,27 @@ def test_the_command_says_how_many_steps_it_took_and_ends_with_0(tmp_path):
     assert "million a minute" in done.stdout
 
 
+def test_the_command_goes_on_until_so_much_time_was_simulated_and_writes_each_seed(
+    tmp_path, monkeypatch
+):
+    file, seen = tmp_path / "sim.json", []
+
+    def run(seed, plan):
+        if file.exists():
+            seen.append(msgspec.json.decode(file.read_bytes())["seeds"])
+        return run_seed(seed, plan)
+
+    monkeypatch.setattr(sim, "run_seed", run)
+    options = ["--seed", "4", "--hours", "0.02", "--steps", "300", "--json", str(file)]
+    done = CliRunner().invoke(sim.sim_command, options)
+
+    assert done.exit_code == 0, done.stdout
+    tally = msgspec.json.decode(file.read_bytes())
+    assert tally["simulated_s"] >= 72.0
+    assert tally["seeds"] > 1
+    assert seen == list(range(1, tally["seeds"]))
+
+
 @pytest.mark.parametrize(
     "options", [["--seeds", "5"], ["--seeds", "5:5"], ["--seeds", "0:2", "--seed", "1"]]
 )

@@ -15,12 +15,14 @@ from collections import Counter
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvd.core.handoff.protocol import DECODE, PREFILL
 from kvd.core.inputs import Tick
 from kvd.core.node import NodeState
 from kvd.sim.profile import PROFILES
 from kvd.sim.runner import SimPlan, again, run_seed
+from kvd.sim.world import World
 from kvd.wire.events import EngineCopied, EpochBegan, PagesPromoted, SlowPath, StopDemotionEnded
 from tests.sim import digests
 
@@ -154,6 +156,14 @@ def test_a_month_has_new_weights_bursts_and_daemons_at_rest():
     assert sum(ending.outcomes.get("prompt-mismatch", 0) for ending in endings) > 10
     # A burst is of seconds, and between two of them there are minutes.
     assert max(ending.simulated_s for ending in endings) > 300.0
+
+
+def test_a_disk_that_owes_an_answer_is_not_excused_by_a_store_that_gives_its_own():
+    """Pins were written to the store again and again; a write to the disk was never over."""
+    month = PROFILES["month"]
+    dense = replace(month, burst_s=0.0, quiet_s=0.0, faults=(*month.faults, *3 * ("epoch",)))
+
+    World(9043, dense, 6).run(2000, 100)
 
 
 def test_nothing_is_lost_and_everything_is_delivered_when_it_is_calm():

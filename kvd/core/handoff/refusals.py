@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.cache.namespaces import epoch_in, quoted
+from kvd.core.cache.namespaces import epoch_in, name_in, quoted
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.peers.peer import LEAVING, lost_because
 from kvd.errors import Code, Refusal
@@ -90,12 +90,18 @@ def long_aux(part: SendPart, n_bytes: int, peer: Peer | None, mine: Settings) ->
 
 def other_tokens(lease: LeaseRecord, tokens: Tokens, namespace: str, side: str) -> Refusal:
     """The peer would cache KV under a prompt that it does not belong to."""
+    epoch, lease_epoch = epoch_in(namespace), epoch_in(lease.namespace)
+    if lease_epoch != epoch and name_in(lease.namespace) == name_in(namespace):
+        held = f"which began in epoch {lease_epoch}: open another and compute it again"
+    else:
+        name = quoted(lease.namespace)
+        held = f"which holds other tokens ({count(lease.tokens)} in namespace {name})"
     return Refusal(
         Code.PROMPT_MISMATCH,
         f"send of {count(tokens)} tokens in namespace {quoted(namespace)} on lease {lease.id}, "
-        f"which holds other tokens ({count(lease.tokens)} in namespace {quoted(lease.namespace)})",
+        f"{held}",
         side=side,
-        numbers={"lease_epoch": epoch_in(lease.namespace), "epoch": epoch_in(namespace)},
+        numbers={"lease_epoch": lease_epoch, "epoch": epoch},
     )
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvd.core.tiers.index import ObjectShare, TierIndex
     from kvd.core.tiers.moves import TierMoves
     from kvd.core.tiers.node_keys import KeysAtNodes
-    from kvd.core.tiers.tier import StorageTier, TierHealth
+    from kvd.core.tiers.tier import StorageTier
 
 AHEAD: Final = 4
 """One page in so many of the pool is free or written, or is being written."""
@@ -85,12 +85,6 @@ class NodeDemotion(TierMove):
         self.places = places
         writes = tier.writes
         self.share = writes.ordered(namespace, len(places)) if writes is not None else None
-
-    @property
-    @override
-    def way(self) -> TierHealth:
-        """To the tier."""
-        return self.tier.writing
 
     @property
     @override

@@ -5,9 +5,9 @@ else; so long the pages are its lease's, whatever became of those who wanted the
 counted on over the end of a process: a late answer of the one before finds no order.
 
 A process that is silent is killed: where an order is not answered for ``deadline_s`` of its tier,
-counted from the later of its order and the last answer of any that goes the same way. What is read
-does not wait for what is written, nor one tier for another; so the answers of others say nothing of
-a disk that hangs.
+counted from when all in front of it in its line were. A line is of one tier, one way. Answers of
+other lines, and to later orders, say nothing of it: one disk may hang where a store answers, and a
+read that overtakes another one does not prove that the other ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.outbox import Outbox
-    from kvd.core.tiers.tier import StorageEnding, StorageTier, TierHealth
+    from kvd.core.tiers.tier import StorageEnding, StorageTier
 
 M = TypeVar("M", bound="TierMove")
 
@@ -59,14 +59,14 @@ class TierMove:
         """Whether what it moves is to be forgotten: its namespace was flushed."""
 
     @property
-    def way(self) -> TierHealth:
-        """Which way it goes: its orders are carried out one after the other."""
-        raise NotImplementedError
-
-    @property
     def n_objects(self) -> int:
         """How many were ordered."""
         return len(self.keys)
+
+    @property
+    def line(self) -> str:
+        """What it stands in, behind those that were ordered before."""
+        return f"{self.verb} {self.tier.name}"
 
     @property
     def words(self) -> str:
@@ -78,11 +78,13 @@ class TierMove:
 class TierMoves:
     """The orders under way, by ticket; the order in which they stand is that of their orders."""
 
-    __slots__ = ("_last_ticket", "_out", "ending", "under_way")
+    __slots__ = ("_last_ticket", "_out", "ending", "heard_s", "under_way")
 
     def __init__(self, ending: StorageEnding, out: Outbox) -> None:
         self.ending = ending
         self.under_way: dict[int, TierMove] = {}
+        self.heard_s: dict[str, float] = {}
+        """By line, when the first in it was answered last."""
         self._last_ticket = 0
         self._out = out
 
@@ -108,8 +110,10 @@ class TierMoves:
         move = self.under_way.get(ticket)
         if not isinstance(move, kind):
             return None
+        line = move.line
+        if next(one for one in self.under_way.values() if one.line == line) is move:
+            self.heard_s[line] = self._out.at_s
         del self.under_way[ticket]
-        move.way.heard_s = self._out.at_s
         return move
 
     def cut(self) -> list[TierMove]:
@@ -137,7 +141,7 @@ class TierMoves:
         if self.ending.why:
             return None
         for move in self.under_way.values():
-            silent_s = self._out.at_s - max(move.since_s, move.way.heard_s)
+            silent_s = self._out.at_s - max(move.since_s, self.heard_s.get(move.line, 0.0))
             if silent_s >= move.tier.settings.deadline_s:
                 self.restart(f"{move.words} of tier {move.tier.name}", silent_s)
                 return move

@@ -28,7 +28,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from mypy_extensions import mypyc_attr
-from typing_extensions import override
 
 from kvd.core import effects
 from kvd.core.cache.lease import PROMOTION, Claim, Shortage
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from kvd.core.outbox import Outbox
     from kvd.core.tiers.moves import TierMoves
     from kvd.core.tiers.node_keys import KeysAtNodes
-    from kvd.core.tiers.tier import StorageTier, TierHealth
+    from kvd.core.tiers.tier import StorageTier
 
 
 UNTOLD = (0, 0, 0.0)
@@ -78,12 +77,6 @@ class PagePromotion(TierMove):
     __slots__ = ()
 
     verb: ClassVar[str] = "promotion"
-
-    @property
-    @override
-    def way(self) -> TierHealth:
-        """From the tier."""
-        return self.tier.health
 
     @property
     def name(self) -> str:

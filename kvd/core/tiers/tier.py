@@ -109,13 +109,11 @@ class TierCounts:
 class TierHealth:
     """Of one way, to a tier or from it: whether anything is ordered."""
 
-    __slots__ = ("away_s", "away_until_s", "failures", "heard_s", "why")
+    __slots__ = ("away_s", "away_until_s", "failures", "why")
 
     def __init__(self) -> None:
         self.failures = 0
         """Orders in a row that came to nothing."""
-        self.heard_s = 0.0
-        """When the storage process last answered one."""
         self.away_s = 0.0
         """For how long it was left alone last; 0 since an order has succeeded."""
         self.away_until_s = 0.0
