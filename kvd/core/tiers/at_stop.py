@@ -148,8 +148,9 @@ class StopDemotion:
         """What was ordered before and has no place among the rest yet, as ``_upto``."""
         for node_id, upto in self._under_way.items():
             self._upto[node_id] = upto
-        for move in demoter.writing():
-            self._rooms.take(tier.index.share_of(move.namespace), len(move.keys))
+        for move in moves.under_way.values():
+            if isinstance(move, NodeDemotion) and move.tier is tier:
+                self._rooms.take(tier.index.share_of(move.namespace), len(move.keys))
         self._since_s = out.at_s
         self._written = tier.counts.written
         self._is_told = False

@@ -250,7 +250,7 @@ class Demoter:
 
     def under_way(self) -> Iterator[tuple[int, int]]:
         """Of each node that is being written its number, and how far."""
-        for move in self.writing():
+        for move in self._writing():
             assert move.lease.anchor is not None
             yield move.lease.anchor.id, len(move.keys)
 
@@ -393,7 +393,7 @@ class Demoter:
     def give_way(self) -> None:
         """Bytes of handoffs move now: what is being written goes slowly, unless it is late."""
         tier, now_s = self.tier, self._out.at_s
-        oldest = next(self.writing(), None)
+        oldest = next(self._writing(), None)
         is_late = oldest is not None and (now_s - oldest.since_s >= tier.settings.deadline_s / LATE)
         if is_late:
             self.go_on()
@@ -410,7 +410,7 @@ class Demoter:
             tier.end_way()
             self._out.effects.append(effects.PaceWrites(tier.name, 1.0))
 
-    def writing(self) -> Iterator[NodeDemotion]:
+    def _writing(self) -> Iterator[NodeDemotion]:
         """The orders under way, the oldest first."""
         for move in self._moves.under_way.values():
             if move.tier is self.tier and isinstance(move, NodeDemotion):
