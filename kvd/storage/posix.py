@@ -330,9 +330,13 @@ class DirectoryTier(Backend):
         if not os.path.basename(above).startswith("=") and not os.path.exists(named):
             # As a whole or not at all: without it all that is there goes at the next start.
             path = self._new_path()
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(name.namespace)
-            os.rename(path, named)
+            try:
+                with open(path, "w", encoding="utf-8") as file:
+                    file.write(name.namespace)
+                os.rename(path, named)
+            except OSError:
+                self._remove_or_leave(path)
+                raise
         os.makedirs(directory, mode=0o700, exist_ok=True)
 
     # ---- what lies there -------------------------------------------------------------------------
@@ -609,7 +613,8 @@ def _prune(directory: str) -> None:
 def _prune_namespace(directory: str) -> None:
     """Remove the directory of a namespace if nothing but its name is in it."""
     with contextlib.suppress(OSError):
-        if os.listdir(directory) == [NAME]:
+        is_named = os.path.basename(directory).startswith("=")
+        if not is_named and os.listdir(directory) == [NAME]:
             os.unlink(os.path.join(directory, NAME))
         os.rmdir(directory)
 
