@@ -259,8 +259,7 @@ class DirectoryTier(Backend):
     @override
     def drop_namespace(self, namespace: str) -> None:
         self._look()
-        with self._pruning:
-            self._remove_or_leave(os.path.join(self._root, escaped(namespace)))
+        self._remove_or_leave(os.path.join(self._root, escaped(namespace)))
 
     def _remove_or_leave(self, path: str) -> None:
         """It is gone, or will be before anything more is written."""
@@ -292,7 +291,7 @@ class DirectoryTier(Backend):
             try:
                 self._remove(path)
             except OSError as exc:
-                name = os.path.relpath(path, self._root)
+                name = _shown(os.path.relpath(path, self._root))
                 return f"{self._directory}: {name} cannot be removed: {exc.strerror}"
             self._left.pop(path, None)
         return ""
@@ -330,9 +329,13 @@ class DirectoryTier(Backend):
         if not os.path.basename(above).startswith("=") and not os.path.exists(named):
             # As a whole or not at all: without it all that is there goes at the next start.
             path = self._new_path()
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(name.namespace)
-            os.rename(path, named)
+            try:
+                with open(path, "w", encoding="utf-8") as file:
+                    file.write(name.namespace)
+                os.rename(path, named)
+            except OSError:
+                self._remove_or_leave(path)
+                raise
         os.makedirs(directory, mode=0o700, exist_ok=True)
 
     # ---- what lies there -------------------------------------------------------------------------
@@ -345,7 +348,7 @@ class DirectoryTier(Backend):
         except OSError as exc:
             raise StorageLost(
                 f"what lies in the directory {self._directory} cannot be searched: {exc.strerror}: "
-                f"{exc.filename}"
+                f"{_shown(str(exc.filename))}"
             ) from exc
         objects.sort(key=lambda found: found.used_ns)
         return SearchOutcome(objects, len(removed), removed[0] if removed else "")
@@ -364,7 +367,7 @@ class DirectoryTier(Backend):
                 continue
             namespace = _unescaped(entry)
             if namespace is None:
-                self._throw_out(entry, f"{_shown(entry)} is no namespace", removed)
+                self._throw_out(entry, f"{_shown(entry.name)[:40]} is no namespace", removed)
             else:
                 yield from self._found(namespace, entry.path, removed)
 
@@ -378,7 +381,7 @@ class DirectoryTier(Backend):
             if digits.name == NAME and digits.is_file(follow_symlinks=False):
                 continue
             if not digits.is_dir(follow_symlinks=False):
-                self._throw_out(digits, f"{_shown(digits)} is no directory", removed)
+                self._throw_out(digits, f"{_shown(digits.name)[:40]} is no directory", removed)
                 continue
             for entry in _entries(digits.path):
                 seen = entry.stat(follow_symlinks=False)
@@ -390,7 +393,7 @@ class DirectoryTier(Backend):
                 elif seen.st_size != self._size:
                     why = f"has {seen.st_size} bytes where {self._size} are right"
                 if why:
-                    self._throw_out(entry, f"{_shown(entry)} {why}", removed)
+                    self._throw_out(entry, f"{_shown(entry.name)[:40]} {why}", removed)
                     continue
                 key = bytes.fromhex(entry.name)
                 yield StoredObject(ObjectName(namespace, key), seen.st_mtime_ns)
@@ -609,7 +612,8 @@ def _prune(directory: str) -> None:
 def _prune_namespace(directory: str) -> None:
     """Remove the directory of a namespace if nothing but its name is in it."""
     with contextlib.suppress(OSError):
-        if os.listdir(directory) == [NAME]:
+        is_named = os.path.basename(directory).startswith("=")
+        if not is_named and os.listdir(directory) == [NAME]:
             os.unlink(os.path.join(directory, NAME))
         os.rmdir(directory)
 
@@ -629,9 +633,9 @@ def _unescaped(entry: os.DirEntry[str]) -> str | None:
         return None
 
 
-def _shown(entry: os.DirEntry[str]) -> str:
+def _shown(name: str) -> str:
     """The name of something, as text, which it need not be."""
-    return os.fsencode(entry.name).decode(errors="replace")[:40]
+    return os.fsencode(name).decode(errors="replace")
 
 
 def _entries(path: str) -> list[os.DirEntry[str]]:

@@ -6,10 +6,11 @@ import pytest
 
 from kvd.core import effects, inputs
 from kvd.core.inspect.snapshot import snapshot
+from kvd.core.layout.quota import Quota
 from kvd.core.settings import Demotion
-from kvd.core.tiers.keys import each_key
-from kvd.types import NO_TOKENS
-from kvd.wire import client, events
+from kvd.core.tiers.keys import KEY_BYTES, each_key
+from kvd.types import NO_TOKENS, page_ids
+from kvd.wire import admin, client, events
 from kvd.wire.peer import Ping
 from tests.core.side import content
 from tests.core.tiered import DISK, PAGE, TieredSide, TieredWorld, cached, disk
@@ -210,6 +211,76 @@ def test_a_tier_that_is_too_small_gets_what_was_used_last():
         for number, pages in ((2, 4), (1, 2))
         for page in range(pages)
     ]
+
+
+def lies_there(side: TieredSide, namespace: str, n_objects: int) -> None:
+    """The next storage process finds so many of it."""
+    for number in range(n_objects):
+        side.stored.write(namespace, bytes([number]) * KEY_BYTES, namespace, number)
+    side.stop_storage()
+    side.start_storage(2)
+
+
+def hottest(n_pages: int) -> list[str]:
+    pages = [(number, page) for number in (2, 1, 0) for page in range(4)]
+    return [content(prompt(number), "", (page + 1) * PAGE) for number, page in pages[:n_pages]]
+
+
+@pytest.mark.parametrize("there", [0, 2, 4, 6])
+def test_what_a_floor_keeps_there_is_no_room_for_a_stop(there):
+    """Else what is written last pushes out what was written first, which is worth most."""
+    world = world_of(objects=8, moving=2, quotas=(Quota("a", 4),))
+    lies_there(world.d, "a", there)
+
+    stop(world.d)
+
+    (ended,) = told(world.d, events.StopDemotionEnded)
+    n_written = 8 - min(there, 4)
+    assert (ended.why, ended.pages, ended.left) == (
+        *("the tier holds no more", n_written),
+        12 - n_written,
+    )
+    assert [one for one in world.d.stored.objects.values() if one != "a"] == hottest(n_written)
+
+
+def test_of_a_namespace_with_a_ceiling_a_stop_writes_no_more_than_that_and_goes_on():
+    world = world_of(objects=10, moving=2, quotas=(Quota("b", 0, 3),))
+    lies_there(world.d, "a", 10)
+    cached(world.d, prompt(5), "b")
+
+    stop(world.d)
+
+    (ended,) = told(world.d, events.StopDemotionEnded)
+    written = [one for one in world.d.stored.objects.values() if one != "a"]
+    assert written == [
+        *[content(prompt(5), "b", (page + 1) * PAGE) for page in range(3)],
+        *hottest(7),
+    ]
+    assert (ended.why, ended.pages, ended.left) == ("the tier holds no more", 10, 6)
+
+
+def test_what_is_pinned_and_lies_there_alone_is_no_room_for_a_stop():
+    world = world_of(objects=8, moving=2, prompts=0)
+    d = world.d
+    cached(d, prompt(5))
+    lease = d.lease(prompt(5))
+    page = page_ids(lease.pages)[3]
+    d.call(client.ReleaseLease, lease=lease.lease)
+    d.ask(admin.Pin(1, "page", page, 60.0))
+    world.pass_time(0.3)
+    whole = d.lease(prompt(9, pages=31))
+    d.call(client.ReleaseLease, lease=whole.lease)
+    assert not d.node.leases.tree.probe(prompt(5), "")
+    for number in range(3):
+        cached(d, prompt(number))
+        world.pass_time(0.1)
+
+    stop(d)
+
+    (ended,) = told(d, events.StopDemotionEnded)
+    pinned = [content(prompt(5), "", (page + 1) * PAGE) for page in range(4)]
+    assert list(d.stored.objects.values()) == [*pinned, *hottest(4)]
+    assert (ended.why, ended.pages, ended.left) == ("the tier holds no more", 4, 8)
 
 
 def test_a_page_that_is_written_has_an_owner_and_a_reason():

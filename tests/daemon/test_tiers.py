@@ -520,6 +520,33 @@ def test_a_directory_that_cannot_be_used_is_told_and_the_daemon_serves(make, tmp
     assert (tmp_path / "tier" / "mine").read_text() == "x"
 
 
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_directory_that_goes_under_the_daemon_is_begun_anew_and_that_is_told(
+    tiered, tmp_path, is_moved
+):
+    moved = tmp_path / "moved"
+    tiered.directory.rename(moved)
+    n_moved = len(list(moved.rglob("?" * 40)))
+    if not is_moved:
+        tiered.directory.mkdir(mode=0o755)  # somebody else's, by its mode
+
+    for number in range(4):
+        tiered.lease(number)  # found or not: what it has is right
+    tiered.until(
+        lambda: "tier-down" in tiered.daemon.quoted_log() or tiered.tier.generation > 1,
+        "goes on with what is gone",
+    )
+    if not is_moved:
+        tiered.until(lambda: "mode 0755" in tiered.tier.why, "says nothing")
+        tiered.directory.chmod(0o700)
+    tiered.until(lambda: tiered.tier.state == "serving", "does not serve again")
+
+    tiered.compute(0)
+    tiered.until_found(0)
+    tiered.assert_nothing_is_held()
+    assert len(list(moved.rglob("?" * 40))) == n_moved
+
+
 def test_a_full_disk_costs_hits_and_nothing_else(make, tmp_path):
     with small_disk(tmp_path / "tier", 60 * OBJECT_BYTES):
         tiered = make()

@@ -8,7 +8,10 @@ What is written last would be the youngest of the tier after a restart, and last
 order says how many pages the stop has come to before (``behind``), and what lies in the tier
 already is dated along with the rest.
 
-Over is this with the last page, at the bound, where as much was looked at as the tier holds, or as
+It writes no more than the tier keeps: what is of a floor of others, or pinned, stays there, and
+what is above a ceiling goes first. Beyond that what is written last would push out what was first.
+
+Over is this with the last page, at the bound, where as much was looked at as the tier keeps, or as
 soon as the tier does not serve: nobody waits for it to come back. What was ordered and not answered
 by then may be there for the next daemon, or is not: an object is whole, or none.
 
@@ -27,17 +30,20 @@ from kvd.core.tiers.demotion import NodeDemotion
 from kvd.wire import events
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvd.core.cache.eviction import EvictionOrder
     from kvd.core.cache.quiet_locks import QuietLocks
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.outbox import Outbox
     from kvd.core.tiers.demotion import Demoter
+    from kvd.core.tiers.index import ObjectShare, TierIndex
     from kvd.core.tiers.moves import TierMoves
 
 AT_STOP: Final = " at stop"
 """Behind the reason of the leases."""
+
+NO_MORE: Final = "the tier holds no more"
 
 MOST_HASHED: Final = 8192
 """Pages in one turn, or one node: nobody else is served any more."""
@@ -49,6 +55,45 @@ def hottest_first(order: EvictionOrder, quiet: QuietLocks) -> list[RadixNode]:
     victims = [node for node in ahead if not node.lock_ref or quiet.is_alone_at(node)]
     unused = set(victims)
     return [*[node for node in order if node not in unused], *reversed(victims)]
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class StopRooms:
+    """How many more pages may be looked at, by share, that stay beside each other in a tier."""
+
+    __slots__ = ("_ceilings", "_staying", "whole")
+
+    def __init__(self, index: TierIndex, pinned: Mapping[ObjectShare, int]) -> None:
+        """``pinned``: objects of pins that the pool has no more."""
+        self._staying = dict.fromkeys(index.shares, 0)
+        """Objects that stay whatever others write; what is of their own share takes their place."""
+        self._ceilings: dict[ObjectShare, int] = {}
+        for share in index.shares:
+            quota, n_pinned = share.quota, pinned.get(share, 0)
+            if quota is not None:
+                floor_pages = min(quota.floor_pages, share.n_pages)
+                self._staying[share] = max(0, floor_pages - n_pinned)
+                if quota.ceiling_pages is not None:
+                    self._ceilings[share] = max(0, quota.ceiling_pages - n_pinned)
+        self.whole = index.capacity - sum(pinned.values()) - sum(self._staying.values())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more may be looked at."""
+        return self.whole <= 0 and not any(self._staying.values())
+
+    def of(self, share: ObjectShare) -> int:
+        """How many more of that one."""
+        room = max(0, self.whole) + self._staying[share]
+        return min(room, self._ceilings.get(share, room))
+
+    def take(self, share: ObjectShare, n_pages: int) -> None:
+        """So many were looked at."""
+        own = min(n_pages, self._staying[share])
+        self._staying[share] -= own
+        self.whole -= n_pages - own
+        if share in self._ceilings:
+            self._ceilings[share] = max(0, self._ceilings[share] - n_pages)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -64,8 +109,9 @@ class StopDemotion:
         "_nodes",
         "_order",
         "_out",
-        "_room",
+        "_rooms",
         "_since_s",
+        "_skipped",
         "_under_way",
         "_until_s",
         "_upto",
@@ -79,8 +125,9 @@ class StopDemotion:
         order: EvictionOrder,
         moves: TierMoves,
         out: Outbox,
+        pinned: Mapping[ObjectShare, int],
     ) -> None:
-        """``nodes``: the hottest first."""
+        """``nodes``: the hottest first; ``pinned`` as ``StopRooms`` has it."""
         tier = demoter.tier
         self._demoter = demoter
         self._order = order
@@ -94,13 +141,16 @@ class StopDemotion:
         """Of each node that was looked at: so many of its pages, by its number."""
         self._behind = 1
         """So many pages are used after those that come next; 0 would be used now."""
-        self._room = tier.index.capacity
-        """So many more pages have room in the tier, beside those that were looked at."""
+        self._rooms = StopRooms(tier.index, pinned)
+        self._skipped = 0
+        """Pages that were passed by: their share has no more room."""
         self._under_way = dict(demoter.under_way())
         """What was ordered before and has no place among the rest yet, as ``_upto``."""
         for node_id, upto in self._under_way.items():
             self._upto[node_id] = upto
-            self._room -= upto
+        for move in moves.under_way.values():
+            if isinstance(move, NodeDemotion) and move.tier is tier:
+                self._rooms.take(tier.index.share_of(move.namespace), len(move.keys))
         self._since_s = out.at_s
         self._written = tier.counts.written
         self._is_told = False
@@ -120,6 +170,7 @@ class StopDemotion:
             self._go_on()
             if self._nodes or self._n_moving:
                 return False
+            why = NO_MORE if self._skipped else ""
         self._is_told = True
         counts = self._demoter.tier.counts
         self._out.emit(
@@ -135,8 +186,9 @@ class StopDemotion:
 
     @property
     def left_pages(self) -> int:
-        """Cached pages that were not looked at."""
-        return self._n_pages - (self._upto.get(self._nodes[-1].id, 0) if self._nodes else 0)
+        """Cached pages that were not looked at, or found no room."""
+        upto = self._upto.get(self._nodes[-1].id, 0) if self._nodes else 0
+        return self._n_pages - upto + self._skipped
 
     @property
     def _n_moving(self) -> int:
@@ -152,8 +204,8 @@ class StopDemotion:
             return f"the tier is {tier.word}{why}"
         if self._out.at_s >= self._until_s:
             return "its time was over"
-        if not self._room and not self._n_moving:
-            return "the tier holds no more" if self._nodes else ""
+        if self._rooms.is_full and self._nodes and not self._n_moving:
+            return NO_MORE
         return ""
 
     def _go_on(self) -> None:
@@ -166,26 +218,35 @@ class StopDemotion:
                 self._age(step, range(self._under_way.pop(step.id, 0)))
                 if self._is_done(step):
                     continue
-                if most <= 0 or self._room <= 0 or hashed >= MOST_HASHED:
+                if self._rooms.is_full:
+                    return
+                if self._rooms.of(self._share_of(step)) <= 0:
+                    break
+                if most <= 0 or hashed >= MOST_HASHED:
                     return
                 hashed += step.n_pages
                 most -= self._look_at(step, most)
-                if not self._is_done(step):
+                if not self._is_done(step) and self._rooms.of(self._share_of(step)) > 0:
                     return
+            if node in self._order:
+                self._skipped += node.n_pages - self._upto.get(node.id, 0)
             self._n_pages -= node.n_pages
             self._nodes.pop()
+
+    def _share_of(self, node: RadixNode) -> ObjectShare:
+        return self._demoter.tier.index.share_of(node.namespace)
 
     def _is_done(self, node: RadixNode) -> bool:
         return self._upto.get(node.id, 0) >= node.n_pages
 
     def _look_at(self, node: RadixNode, most: int) -> int:
         """Order up to ``most`` of its pages; how many were."""
-        first = self._upto.get(node.id, 0)
-        end = min(node.n_pages, first + self._room)
+        first, share = self._upto.get(node.id, 0), self._share_of(node)
+        end = min(node.n_pages, first + self._rooms.of(share))
         places = self._demoter.lacking(node, range(first, end), most)
         upto = places[-1] + 1 if len(places) >= most else end
         self._upto[node.id] = upto
-        self._room -= upto - first
+        self._rooms.take(share, upto - first)
         self._age(node, sorted({*range(first, upto)} - {*places}))
         if places:
             self._demoter.begin(node, places, AT_STOP, self._behind)

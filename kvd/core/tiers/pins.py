@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.outbox import Outbox
     from kvd.core.tiers.demotion import Demoter
+    from kvd.core.tiers.index import ObjectShare
     from kvd.core.tiers.node_keys import KeysAtNodes
     from kvd.core.tiers.promotion import Promotions
     from kvd.core.tiers.store_writes import StoreWrites
@@ -208,6 +209,15 @@ class TierPins:
                     tier.writes.forget(each_key(kept.keys))
 
     # ---- what is there -----------------------------------------------------------------------
+
+    def alone_in(self, tier: StorageTier) -> dict[ObjectShare, int]:
+        """Objects of pins that the pool has no more, by share."""
+        found: dict[ObjectShare, int] = {}
+        for kept in self.by_id.values():
+            if kept.lease.anchor is None:
+                share = tier.index.share_of(kept.namespace)
+                found[share] = found.get(share, 0) + self._leading(kept, tier)
+        return found
 
     def tier_of(self, pin: int) -> str:
         """The first tier that has all of it; empty if none has."""

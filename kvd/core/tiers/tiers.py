@@ -390,7 +390,11 @@ class Tiers:
         wanting = [demoter for demoter in self.demoters if demoter.writes_at_stop]
         nodes = hottest_first(order, self.quiet) if wanting else []
         self.at_stop = tuple(
-            [StopDemotion(demoter, nodes, order, moves, out) for demoter in wanting if nodes]
+            [
+                StopDemotion(demoter, nodes, order, moves, out, self.pins.alone_in(demoter.tier))
+                for demoter in wanting
+                if nodes
+            ]
         )
 
     def is_written(self) -> bool:
