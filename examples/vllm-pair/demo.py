@@ -367,12 +367,11 @@ class Pair:
         daemon.config_file = HERE / f"{name}.toml"
         return daemon
 
-    def wait_attached(self, daemon: DaemonProcess, processes: int = 1) -> None:
-        """Until so many processes of the engine beside this daemon are in its session."""
+    def wait_attached(self, daemon: DaemonProcess) -> None:
+        """Until the engine beside this daemon, which is one process, is in its session."""
 
         def is_attached() -> bool:
-            clients = daemon.snapshot().clients
-            return any(each.state == "attached" and len(each.pids) >= processes for each in clients)
+            return any(each.state == "attached" for each in daemon.snapshot().clients)
 
         wait_until(is_attached, lambda: f"no engine has come to daemon {daemon.name}", SOON_S)
 
@@ -481,7 +480,7 @@ class Demo:
             if number == DAEMON_BACK:
                 self._bring_daemon_back()
             if number == DAEMON_BACK + 1:
-                pair.wait_attached(pair.decode_daemon, 2)  # its scheduler and its worker
+                pair.wait_attached(pair.decode_daemon)
             if number == ENGINE_BACK:
                 self._bring_engine_back()
             moved, saved = pair.counted()

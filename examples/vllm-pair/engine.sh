@@ -16,6 +16,10 @@ esac
 
 # One thread each, on no particular core: two engines share this machine.
 export OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
+# In a process of its own, as vLLM has it on a CPU, a worker looks for its next step without a pause
+# until a second behind the last one, and takes a core from the other engine. So it is in the engine's
+# own, by "uni" below, which vLLM takes back on a CPU where this is not said.
+export VLLM_ENABLE_V1_MULTIPROCESSING=0
 # Nothing is downloaded, and nothing is reported.
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 
@@ -23,7 +27,8 @@ export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 # looks for a package of another name, and ends.
 set -- -m vllm.entrypoints.openai.api_server --model "$pair/model" --served-model-name tiny --host 127.0.0.1 --port "${PORT:-$port}" \
     --dtype float32 --block-size 32 --max-model-len 4096 --max-num-seqs 8 \
-    --max-num-batched-tokens 512 --kv-cache-memory-bytes 134217728 --enforce-eager
+    --max-num-batched-tokens 512 --kv-cache-memory-bytes 134217728 --enforce-eager \
+    --distributed-executor-backend uni
 
 # All that vLLM is told of kvd. Both roles have the same flag; whoever routes says who prefills.
 # kvd.probe_wait_s is 0.001 where engines have cores of their own: here a daemon that is asked may
