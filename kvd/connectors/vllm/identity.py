@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvd.connectors.vllm.options import VllmOptions
+    from kvd.connectors.vllm.orders import AdapterWeights
 
 SCHEME: Final = 1
 """Of what is digested: another number is another name for the same KV."""
@@ -399,6 +400,9 @@ def namespace_of(base: str, adapter: str | None, salt: str | None) -> str:
 class PendingName(Protocol):
     """What an adapter is known by, as soon as somebody has found it out."""
 
+    weights: AdapterWeights | None
+    """What the name stands for, once it is known; None: nobody holds anything against it."""
+
     @property
     def number(self) -> int:
         """That vLLM gave the adapter."""
@@ -419,6 +423,8 @@ class RequestNamespace:
     def __init__(self, base: str, adapter: PendingName | None, salt: str | None) -> None:
         self.known = base if adapter is None and not salt else ""
         """Once ``poll`` has said it, or at once, where it is the engine's own."""
+        self.adapter: AdapterWeights | None = None
+        """What vLLM must have read for its adapter, if anybody looks."""
         self._base = base
         self._adapter = adapter
         self._salt = salt
@@ -438,6 +444,7 @@ class RequestNamespace:
             adapter = self._adapter.poll()
             if adapter is None:
                 return None
+            self.adapter = self._adapter.weights
         self.known = namespace_of(self._base, adapter, self._salt)
         return self.known
 

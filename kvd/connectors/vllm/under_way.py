@@ -120,6 +120,7 @@ class OrdersUnderWay:
             blocks=blocks,
             upto_tokens=upto_tokens,
             is_last=is_last,
+            adapter=tracked.naming.adapter,
         )
         copy = CopyUnderWay(order, tracked, is_load=is_load, ranks=self._ranks)
         self.hold(copy.blocks)

@@ -147,8 +147,10 @@ class LoadingEngine(Protocol):
     model_executor: Any
 
 
-def hear_of_adapters(heard: Callable[[Any], None]) -> bool:
+def hear_of_adapters(heard: Callable[[Any], None], removed: Callable[[int], None]) -> bool:
     """Have ``heard`` told of each adapter that the engine loads on its user's word, before it does.
+
+    And ``removed`` of each, by number, that it drops on such a word.
 
     Its requests name an adapter by number and path, and one may be loaded in place while they run.
     No vLLM tells that to a connector. The engine that does it makes its scheduler, so it is among
@@ -169,7 +171,38 @@ def hear_of_adapters(heard: Callable[[Any], None]) -> bool:
         return load(adapter)
 
     executor.add_lora = told
+    remove = executor.remove_lora
+
+    def told_of_end(number: int) -> Any:
+        removed(number)
+        return remove(number)
+
+    executor.remove_lora = told_of_end
     return True
+
+
+try:
+    from vllm.lora.worker_manager import WorkerLoRAManager
+except ImportError:
+    _READS: Callable[[Any, Any], Any] | None = None
+else:
+    _READS = WorkerLoRAManager._load_adapter  # noqa: SLF001 - there is no other place
+
+
+def see_adapters_read(around: Callable[[Any, Callable[[], Any]], Any]) -> None:
+    """Have each adapter that vLLM's worker in this process reads be read by ``around``.
+
+    It is given what is read, and what does it. No vLLM tells that to a connector. Who is told is
+    the last that asked.
+    """
+    reads = _READS
+    if reads is None:
+        return
+
+    def seen(manager: Any, adapter: Any) -> Any:
+        return around(adapter, lambda: reads(manager, adapter))
+
+    WorkerLoRAManager._load_adapter = seen  # noqa: SLF001 - as above
 
 
 ONE_GROUP_ONLY: Final = (
