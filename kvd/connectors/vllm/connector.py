@@ -53,6 +53,7 @@ from kvd.connectors.vllm.versions import (
     FailedBlocks,
     KVConnectorTransferResults,
     hear_of_adapters,
+    hear_of_weights,
     layout_name,
     manager_of,
     not_served,
@@ -147,6 +148,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self._packing: BlockPacking | None = None
         """How this worker packs, until the scheduler's half has heard of it."""
         self._agreed: BlockPacking | None = None
+        self._changed_by = ""
+        """What was called that may have changed the model's weights since they were read."""
         self._namespace = self._untold = ""
         """What the engine's KV is of; and the same, until the metrics have heard of it."""
         self._blocks = SchedulerBlocks(self._groups)
@@ -172,6 +175,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._scheduler.arrivals.is_on = self._options.load_parts and self._failed is None
             self._blocks.on_reset = self._scheduler.fill_no_more
+            self._blocks.on_tried = self._scheduler.changes.own_reset
+            hear_of_weights(self._weights_change)
             if vllm_config.lora_config is not None:
                 self._adapters.on_other_weights = self._scheduler.forget_adapter
                 self._adapters.hears_of_loads = hear_of_adapters(
@@ -280,6 +285,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             since_ns=self._since_ns,
             environment=os.environ,
             snapshot=_snapshot,
+            changed_by=self._changed_by,
         )
         if found.namespace == self._namespace:
             return
@@ -419,6 +425,13 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             # New weights may have been read from files that have changed since this engine began.
             self._identify(self._agreed)
         return is_remembered
+
+    def _weights_change(self, by: str) -> None:
+        """Something is about to be called that may change the model's weights."""
+        self._changed_by = by
+        needs_reset = self._half.weights_change(by)
+        if not needs_reset and self._agreed is not None:
+            self._identify(self._agreed)
 
     # ---- the workers' half -------------------------------------------------------------------
 

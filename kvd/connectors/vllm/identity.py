@@ -174,7 +174,7 @@ class BlockPacking(msgspec.Struct, frozen=True):
 # ---- of an engine ------------------------------------------------------------------------------
 
 
-def identity_of(
+def identity_of(  # noqa: PLR0913 - each is another place where a part is found
     config: Any,
     options: VllmOptions,
     packing: BlockPacking,
@@ -184,6 +184,7 @@ def identity_of(
     since_ns: int,
     environment: Mapping[str, str],
     snapshot: Callable[[str, str | None, str | None], str | None],
+    changed_by: str = "",
 ) -> EngineIdentity:
     """What its KV is of.
 
@@ -197,6 +198,7 @@ def identity_of(
         environment: variables of this process.
         snapshot: where the hub's cache has a repository, by name, revision and cache directory;
             None: it has not.
+        changed_by: by which call the weights may have been changed since they were read.
     """
     model = config.model_config
     gathered = IdentityParts()
@@ -207,7 +209,7 @@ def identity_of(
     gathered.add("scheme", lambda: SCHEME)
     gathered.add("engine", lambda: f"vllm {series_of(version)}")
     gathered.add("namespace", lambda: options.namespace)
-    gathered.add("weights", lambda: _lasting(config, options, files_of))
+    gathered.add("weights", lambda: _lasting(config, options, files_of, changed_by))
     gathered.add("draft", lambda: _draft(config, files_of))
     gathered.add("multimodal", lambda: _multimodal(model.multimodal_config, since_ns))
     gathered.add(
@@ -268,13 +270,20 @@ def series_of(version: str) -> str:
     return release[1] if release else version
 
 
-def _lasting(config: Any, options: VllmOptions, files_of: Callable[[Any, Any], str]) -> str:
-    """Of the model, unless they can be replaced while it runs.
+def _lasting(
+    config: Any, options: VllmOptions, files_of: Callable[[Any, Any], str], changed_by: str
+) -> str:
+    """Of the model, unless they can be replaced while it runs, or were.
 
     Raises:
         UnknownWeights: they can; or nobody can say which they are.
     """
     by = ""
+    if changed_by and not options.weights:
+        raise UnknownWeights(
+            f"{changed_by} may have changed its weights while it ran; name the weights by "
+            "kvd.weights"
+        )
     if attribute(config, "weight_transfer_config") is not None:
         by = "weight_transfer_config"
     elif extension := attribute(config.parallel_config, "worker_extension_cls"):

@@ -47,7 +47,7 @@ from kvd.connectors.vllm.opened import OpenedRooms, end_room
 from kvd.connectors.vllm.orders import BegunRequest, StepOrders
 from kvd.connectors.vllm.params import NO_TRANSFER, cached_at, kept_for_decode, transfer_of
 from kvd.connectors.vllm.requests import Requests
-from kvd.connectors.vllm.resets import Resets
+from kvd.connectors.vllm.resets import OTHER_WEIGHTS, ReplacedWeights, Resets
 from kvd.connectors.vllm.sessions import (
     NO_LIFE,
     RETRY_S,
@@ -162,6 +162,7 @@ class SchedulerHalf:
         and gives nobody what that step has computed from them."""
         self.adapter_stays: Callable[[AdapterWeights], bool] = lambda _: False
         """Whether vLLM has these weights of an adapter until the engine ends."""
+        self.changes = ReplacedWeights(self._log)
         self._begun: list[BegunRequest] = []
         """For the step that is being made."""
         self._stale_loads: set[str] = set()
@@ -280,6 +281,23 @@ class SchedulerHalf:
             self._naming = RequestNamespace(base_namespace, None, None)
             self._resets.name(base_namespace)
 
+    def weights_change(self, by: str) -> bool:
+        """The weights are about to be other ones, by what is called so.
+
+        Requests that are here go on without kvd. So does every later one, until the caches are
+        reset; but not where nothing was computed since they were.
+
+        Returns:
+            Whether a reset is to come.
+        """
+        return self.kept_in("new weights", True, self._weights_change, by)  # noqa: FBT003
+
+    def _weights_change(self, by: str) -> bool:
+        for tracked in self._requests.all_of_them():
+            self._not_of_before(tracked, OTHER_WEIGHTS)
+        self._ending.share_nothing()
+        return self.changes.changed(by)
+
     def flush(self) -> bool:
         """New weights: nothing of this model that was cached until now is found again.
 
@@ -294,6 +312,7 @@ class SchedulerHalf:
 
     def _flush(self) -> bool:
         self._resets.add(self._base)
+        self.changes.reset()
         for tracked in self._requests.all_of_them():
             self._not_of_before(tracked)
         # vLLM may preempt all that run before it resets its own cache.
@@ -369,6 +388,8 @@ class SchedulerHalf:
             self._requests.alone(tracked, NOBODY)
         elif link.is_silent:
             self._requests.alone(tracked, SILENT)
+        elif self.changes.why_alone:
+            self._requests.alone(tracked, self.changes.why_alone)
         elif self._base in self._resets.due:
             self._requests.alone(tracked, UNDONE)
         elif not tokens or extra is None:
@@ -587,6 +608,8 @@ class SchedulerHalf:
             self._copies.preempted(taken)
             self._moves.windows.sweep(taken)
         self._is_idle = not scheduled
+        if scheduled:
+            self.changes.has_computed = True
         self._glance()
         requests = self._requests
         if requests.claiming:

@@ -181,6 +181,55 @@ def hear_of_adapters(heard: Callable[[Any], None], removed: Callable[[int], None
     return True
 
 
+KEEPS_WEIGHTS: Final = frozenset(
+    {
+        *("check_health", "profile", "annotate_profile", "synchronize_device", "sleep", "wake_up"),
+        *("add_lora", "remove_lora", "pin_lora", "list_loras", "get_supported_tasks"),
+        *("reset_mm_cache", "reset_encoder_cache", "release_late_interaction_query_cache"),
+        *("compute_weight_checksums", "save_sharded_state", "save_tensorized_model"),
+        *("init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
+        *("supports_draft_weight_updates", "execute_dummy_batch", "update_max_model_len"),
+        *("get_cache_block_size_bytes", "get_compilation_match_table", "get_kv_cache_spec"),
+        *("get_model_inspection", "get_encoder_timing_stats", "get_supported_kv_cache_layouts"),
+    }
+)
+"""What can be called of all workers, and leaves their weights what they are; all else may not."""
+
+
+@runtime_checkable
+class CallingEngine(Protocol):
+    """VLLM's core, where its user has all workers called."""
+
+    def collective_rpc(self, method: Any, *args: Any, **more: Any) -> Any:
+        """What each answers."""
+        ...
+
+
+def hear_of_weights(heard: Callable[[str], None]) -> bool:
+    """Have ``heard`` told of each call that may change the model's weights, before it is made.
+
+    Args:
+        heard: is given what is called: the name of a worker's method, or of a function.
+
+    Returns:
+        Whether it is told, as ``hear_of_adapters``.
+    """
+    engines = (caller for caller in _callers() if isinstance(caller, LoadingEngine))
+    engine = next(engines, None)
+    if not isinstance(engine, CallingEngine):
+        return False
+    call = engine.collective_rpc
+
+    def told(method: Any, *args: Any, **more: Any) -> Any:
+        name = method if isinstance(method, str) else "a function"
+        if name not in KEEPS_WEIGHTS:
+            heard(name)
+        return call(method, *args, **more)
+
+    engine.collective_rpc = told
+    return True
+
+
 try:
     from vllm.lora.worker_manager import WorkerLoRAManager
 except ImportError:

@@ -165,6 +165,7 @@ def test_every_rank_of_every_stage_answers_an_order(load, monkeypatch):
         fill_no_more=None,
         watch=lambda: None,
         arrivals=SimpleNamespace(is_on=False),
+        changes=SimpleNamespace(own_reset=None),
     )
     monkeypatch.setattr(module, "SchedulerHalf", lambda *args, **how: told.update(how) or half)
     module.KvdConnector(config, module.KVConnectorRole["SCHEDULER"], cache)

@@ -108,6 +108,20 @@ def test_an_engine_that_loads_an_adapter_says_so_before_it_does(load):
     core.connector.shutdown()
 
 
+def test_an_engine_whose_weights_may_be_changed_says_so_before_they_are(load):
+    module = load(version="0.32.0")
+    config, cache = any_engine()
+    core = Core(lambda: module.KvdConnector(config, module.KVConnectorRole["SCHEDULER"], cache))
+    half, heard = core.connector._scheduler, []
+    half.weights_change = lambda by: heard.append((by, len(core.called))) or True
+    for method in ("check_health", "reload_weights", "add_lora", print, "a_method_of_tomorrow"):
+        core.collective_rpc(method)
+
+    assert heard == [("reload_weights", 1), ("a function", 3), ("a_method_of_tomorrow", 4)]
+    assert len(core.called) == 5
+    core.connector.shutdown()
+
+
 def orders(*, loads=(), failed=()):
     made = (SimpleNamespace(request=name, blocks=(blocks,)) for name, blocks in loads)
     return SimpleNamespace(loads=tuple(made), failed=tuple(failed))
