@@ -7,8 +7,10 @@ has ``ids``, and may have ``lora``, ``params``, ``reset`` (``drop``: of vLLM's o
 files to ``copy`` before, ``max_tokens`` and what else ``SamplingParams`` takes (``sampling``),
 prompts that are asked beside it (``more``), the priority of each (``priority``), after how many
 steps it is taken back (``abort``) or another adapter is loaded in the place of its own
-(``inplace``, with how many ``steps``), and ``bytes``: then its answer has a digest of each block
-that vLLM can find again, by what vLLM finds it by. Out: the answers of each ask, or
+(``inplace``, with how many ``steps``), how the files of its adapter are replaced while it waits or
+runs (``swap``: see ``swap_beside``), what is called of all workers before (``call``), whether the
+caches are reset ``amid`` it, after so many ``steps``, and ``bytes``: then its answer has a digest
+of each block that vLLM can find again, by what vLLM finds it by. Out: the answers of each ask, or
 ``{"error": ...}`` if the engine does not start. ``breaks``: every load fails, in the ``worker``
 that should copy it, or before that in the ``scheduler``.
 
@@ -106,6 +108,8 @@ def answers_of(engine, ask):
         shutil.copyfile(*ask["copy"])
     if ask.get("reset") or ask.get("drop"):
         engine.reset_prefix_cache(reset_connector=bool(ask.get("reset")))
+    if "call" in ask:
+        call_workers(engine, *ask["call"])
     sampling = SamplingParams(
         temperature=0,
         max_tokens=ask.get("max_tokens", 8),
@@ -120,6 +124,10 @@ def answers_of(engine, ask):
     lora = LoRARequest(*ask["lora"]) if ask.get("lora") else None
     if "inplace" in ask:
         return [load_beside(engine.llm_engine, ask, sampling, lora)]
+    if "amid" in ask:
+        return [reset_beside(engine.llm_engine, ask, sampling)]
+    if "swap" in ask:
+        return [swap_beside(engine.llm_engine, ask, sampling, lora)]
     prompts = [{"prompt_token_ids": ids} for ids in (ask["ids"], *ask.get("more", ()))]
     found = [
         {
@@ -230,6 +238,82 @@ def load_beside(engine, ask, sampling, lora):
         for out in engine.step():
             tokens = list(out.outputs[0].token_ids)
     return {"tokens": tokens}
+
+
+def call_workers(engine, method, how):
+    """By which the weights of the model may be changed."""
+
+    def flip(model):
+        for name, weight in model.named_parameters():
+            # What a processor multiplies by was packed elsewhere; norms are read as they are.
+            if "layernorm" in name:
+                weight.data[::2] *= -1
+
+    if method == "apply_model":
+        engine.apply_model(flip)
+    elif method == "a function":
+        engine.collective_rpc(lambda worker: flip(worker.get_model()))
+    else:
+        engine.collective_rpc(method, kwargs=how)
+
+
+def reset_beside(engine, ask, sampling):
+    """Ask, go so many steps, and have both caches reset, as far as vLLM does it then."""
+    engine.add_request("beside", {"prompt_token_ids": ask["ids"]}, sampling)
+    for _ in range(ask["steps"]):
+        engine.step()
+    said = engine.reset_prefix_cache(reset_running_requests=False, reset_connector=True)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return {"said": said}
+
+
+def replace_files(how, at, by):
+    """Those at one path have the bytes of another one's from now on."""
+    name = "adapter_model.safetensors"
+    if how == "in place":
+        with open(f"{by}/{name}", "rb") as source, open(f"{at}/{name}", "r+b") as target:
+            shutil.copyfileobj(source, target)
+    elif how == "renamed":
+        shutil.copyfile(f"{by}/{name}", f"{at}/new")
+        os.replace(f"{at}/new", f"{at}/{name}")
+    else:
+        assert how == "linked"
+        os.rename(at, f"{at}.former")
+        os.symlink(by, at)
+
+
+def swap_beside(engine, ask, sampling, lora):
+    """Ask, and have vLLM drop its adapter, and read other files at the same path.
+
+    ``swap``: ``how`` the files are replaced, ``by`` which; ``when``: while the request waits behind
+    one of another adapter (``busy``), or amid its ``chunks``, or its answer (``decode``).
+    """
+    from vllm import SamplingParams  # noqa: PLC0415 - as above
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - as above
+
+    swap = ask["swap"]
+    if swap["when"] == "waiting":
+        more = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+        other = LoRARequest(*swap["busy"])
+        engine.add_request("busy", {"prompt_token_ids": [5] * 40}, more, lora_request=other)
+        engine.step()
+    engine.add_request("beside", {"prompt_token_ids": ask["ids"]}, sampling, lora_request=lora)
+    for _ in range(ask["steps"]):
+        engine.step()
+    replace_files(swap["how"], lora.lora_path, swap["by"])
+    if swap["when"] != "waiting":
+        assert engine.remove_lora(lora.lora_int_id)
+    told = {}
+    while engine.has_unfinished_requests():
+        for out in engine.step():
+            if out.finished and out.request_id.startswith("beside"):
+                told = {
+                    "tokens": list(out.outputs[0].token_ids),
+                    "cached": out.num_cached_tokens,
+                    "params": out.kv_transfer_params,
+                }
+    return told
 
 
 def serve_one(asked, answers):

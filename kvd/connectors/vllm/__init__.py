@@ -15,7 +15,7 @@ Read in this order:
   ``lookup`` (until a prompt is found), ``claims`` (until it has a lease), ``moves`` (what is copied
   in a step), ``under_way`` (until a copy is over, and vLLM's blocks meanwhile), ``held`` (until of
   a request that is over all is ordered), ``endings`` (until a lease is given back), ``resets``
-  (until new weights have a new epoch);
+  (what new weights end, until they have a new epoch);
 - ``beside``, ``log``: work in threads, and lines in the engine's log;
 - ``layout``: which bytes of vLLM's cache are which page of the pool;
 - ``worker``: the half that has them copied;

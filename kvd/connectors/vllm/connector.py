@@ -53,15 +53,19 @@ from kvd.connectors.vllm.versions import (
     FailedBlocks,
     KVConnectorTransferResults,
     hear_of_adapters,
+    hear_of_weights,
     layout_name,
     manager_of,
     not_served,
+    see_adapters_read,
     untested,
 )
 from kvd.connectors.vllm.weights import Adapters, process_began_ns
 from kvd.connectors.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
@@ -144,6 +148,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self._packing: BlockPacking | None = None
         """How this worker packs, until the scheduler's half has heard of it."""
         self._agreed: BlockPacking | None = None
+        self._changed_by = ""
+        """What was called that may have changed the model's weights since they were read."""
         self._namespace = self._untold = ""
         """What the engine's KV is of; and the same, until the metrics have heard of it."""
         self._blocks = SchedulerBlocks(self._groups)
@@ -158,6 +164,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
                 since_ns=self._since_ns,
                 rules=adapter_rules(vllm_config.lora_config),
                 by_path=self._options.adapters == "path",
+                room=attribute(vllm_config.lora_config, "max_cpu_loras") or 0,
             )
             self._scheduler = SchedulerHalf(
                 self._options,
@@ -168,9 +175,15 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._scheduler.arrivals.is_on = self._options.load_parts and self._failed is None
             self._blocks.on_reset = self._scheduler.fill_no_more
+            self._blocks.on_tried = self._scheduler.changes.own_reset
+            hear_of_weights(self._weights_change)
             if vllm_config.lora_config is not None:
                 self._adapters.on_other_weights = self._scheduler.forget_adapter
-                self._adapters.hears_of_loads = hear_of_adapters(self._adapters.loads)
+                self._adapters.hears_of_loads = hear_of_adapters(
+                    self._adapters.loads, self._adapters.removes
+                )
+                self._scheduler.adapter_stays = self._adapters.stays
+                self._scheduler.takes_back = _takes_back(vllm_config, self._groups)
             self._scheduler.watch()
         else:
             self._worker = WorkerHalf(
@@ -179,6 +192,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
                 rank=_rank(parallel.tensor_parallel_size) if ranks > 1 else 0,
                 ranks=ranks,
             )
+            if vllm_config.lora_config is not None:
+                see_adapters_read(self._worker.adapters.read)
 
     # ---- the scheduler's half ----------------------------------------------------------------
 
@@ -270,6 +285,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             since_ns=self._since_ns,
             environment=os.environ,
             snapshot=_snapshot,
+            changed_by=self._changed_by,
         )
         if found.namespace == self._namespace:
             return
@@ -343,6 +359,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KvdWorkerMetadata) and told.packings:
             self._name(list(told.packings))
+        if isinstance(told, KvdWorkerMetadata) and told.report.adapters:
+            self._adapters.read_by_workers(told.report.adapters)
         if connector_output.invalid_block_ids:
             self._half.spoiled(connector_output.invalid_block_ids)
         stale = self._half.reported(
@@ -407,6 +425,13 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             # New weights may have been read from files that have changed since this engine began.
             self._identify(self._agreed)
         return is_remembered
+
+    def _weights_change(self, by: str) -> None:
+        """Something is about to be called that may change the model's weights."""
+        self._changed_by = by
+        needs_reset = self._half.weights_change(by)
+        if not needs_reset and self._agreed is not None:
+            self._identify(self._agreed)
 
     # ---- the workers' half -------------------------------------------------------------------
 
@@ -502,8 +527,15 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         return found.finished_sending, found.finished_recving
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of loads that failed, where vLLM does not hear of their requests."""
-        return self._failed.take() if self._failed is not None else set()
+        """Blocks of loads that failed, where vLLM does not hear of their requests.
+
+        And those whose adapter was read anew, with other weights, in the step that goes on from
+        them.
+        """
+        worker, failed = self._worker, self._failed
+        assert worker is not None
+        unlike = worker.take_unlike() if worker.unlike else set()
+        return unlike | failed.take() if failed is not None else unlike
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What has become of orders; and how blocks are packed, if that was not said before."""
@@ -614,6 +646,19 @@ def _checked_groups(
     if reason := not_served(config, len(groups)):
         raise Unfit(reason)
     return groups
+
+
+def _takes_back(config: VllmConfig, groups: Sequence[LayerGroup]) -> bool:
+    """Whether what a step has computed can be taken back: see ``SchedulerHalf.takes_back``.
+
+    vLLM finds out whose blocks these are in models of one group alone, and what lies before them
+    must be there still. Where batches overlap, the next step of the same request is under way by
+    then, and its token counts.
+    """
+    overlaps = attribute(config.scheduler_config, "async_scheduling")
+    stages = config.parallel_config.pipeline_parallel_size
+    is_plain = len(groups) == 1 and not groups[0].is_windowed and not groups[0].has_states
+    return is_plain and not overlaps and stages == 1
 
 
 def _rank(tensor_ranks: int) -> int:

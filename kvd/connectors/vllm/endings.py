@@ -77,6 +77,13 @@ class Endings:
             ending.shares = False
             end_room(ending.tracked, ending.link)
 
+    def forget_adapter(self, number: int) -> None:
+        """What was saved of that one is for nobody: it may be of other weights."""
+        for ending in self.leases:
+            if ending.tracked.naming.is_of_adapter(number):
+                ending.shares = False
+                end_room(ending.tracked, ending.link)
+
     def _end(self, ending: EndingLease) -> None:
         tracked, lease, link = ending.tracked, ending.lease, ending.link
         if not ending.shares:

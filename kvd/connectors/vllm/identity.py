@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvd.connectors.vllm.options import VllmOptions
+    from kvd.connectors.vllm.orders import AdapterWeights
 
 SCHEME: Final = 1
 """Of what is digested: another number is another name for the same KV."""
@@ -173,7 +174,7 @@ class BlockPacking(msgspec.Struct, frozen=True):
 # ---- of an engine ------------------------------------------------------------------------------
 
 
-def identity_of(
+def identity_of(  # noqa: PLR0913 - each is another place where a part is found
     config: Any,
     options: VllmOptions,
     packing: BlockPacking,
@@ -183,6 +184,7 @@ def identity_of(
     since_ns: int,
     environment: Mapping[str, str],
     snapshot: Callable[[str, str | None, str | None], str | None],
+    changed_by: str = "",
 ) -> EngineIdentity:
     """What its KV is of.
 
@@ -196,6 +198,7 @@ def identity_of(
         environment: variables of this process.
         snapshot: where the hub's cache has a repository, by name, revision and cache directory;
             None: it has not.
+        changed_by: by which call the weights may have been changed since they were read.
     """
     model = config.model_config
     gathered = IdentityParts()
@@ -206,7 +209,7 @@ def identity_of(
     gathered.add("scheme", lambda: SCHEME)
     gathered.add("engine", lambda: f"vllm {series_of(version)}")
     gathered.add("namespace", lambda: options.namespace)
-    gathered.add("weights", lambda: _lasting(config, options, files_of))
+    gathered.add("weights", lambda: _lasting(config, options, files_of, changed_by))
     gathered.add("draft", lambda: _draft(config, files_of))
     gathered.add("multimodal", lambda: _multimodal(model.multimodal_config, since_ns))
     gathered.add(
@@ -267,13 +270,20 @@ def series_of(version: str) -> str:
     return release[1] if release else version
 
 
-def _lasting(config: Any, options: VllmOptions, files_of: Callable[[Any, Any], str]) -> str:
-    """Of the model, unless they can be replaced while it runs.
+def _lasting(
+    config: Any, options: VllmOptions, files_of: Callable[[Any, Any], str], changed_by: str
+) -> str:
+    """Of the model, unless they can be replaced while it runs, or were.
 
     Raises:
         UnknownWeights: they can; or nobody can say which they are.
     """
     by = ""
+    if changed_by and not options.weights:
+        raise UnknownWeights(
+            f"{changed_by} may have changed its weights while it ran; name the weights by "
+            "kvd.weights"
+        )
     if attribute(config, "weight_transfer_config") is not None:
         by = "weight_transfer_config"
     elif extension := attribute(config.parallel_config, "worker_extension_cls"):
@@ -399,6 +409,9 @@ def namespace_of(base: str, adapter: str | None, salt: str | None) -> str:
 class PendingName(Protocol):
     """What an adapter is known by, as soon as somebody has found it out."""
 
+    weights: AdapterWeights | None
+    """What the name stands for, once it is known; None: nobody holds anything against it."""
+
     @property
     def number(self) -> int:
         """That vLLM gave the adapter."""
@@ -419,6 +432,8 @@ class RequestNamespace:
     def __init__(self, base: str, adapter: PendingName | None, salt: str | None) -> None:
         self.known = base if adapter is None and not salt else ""
         """Once ``poll`` has said it, or at once, where it is the engine's own."""
+        self.adapter: AdapterWeights | None = None
+        """What vLLM must have read for its adapter, if anybody looks."""
         self._base = base
         self._adapter = adapter
         self._salt = salt
@@ -438,6 +453,7 @@ class RequestNamespace:
             adapter = self._adapter.poll()
             if adapter is None:
                 return None
+            self.adapter = self._adapter.weights
         self.known = namespace_of(self._base, adapter, self._salt)
         return self.known
 

@@ -198,6 +198,8 @@ class Moves:
 
     def _load_over(self, copy: CopyUnderWay) -> None:
         tracked = copy.tracked
+        if copy.is_done and tracked.naming.adapter is not None:
+            self._requests.due.soon(tracked)  # its first step is to be seen, whatever comes between
         if not copy.order.is_last:
             # Of one whose last order is out the workers say that it has failed.
             if not copy.is_done and tracked.id in self._requests.arriving:

@@ -16,6 +16,16 @@ from kvd.client import LeaseKey
 from kvd.client.mover.pieces import NO_BLOCK
 
 
+class AdapterWeights(msgspec.Struct, frozen=True):
+    """Those that an adapter's name stands for: by vLLM's number of it, and files as they lie there.
+
+    ``stamp``: as ``weights.stamp_of`` says it.
+    """
+
+    number: int
+    stamp: str
+
+
 class CopyOrder(msgspec.Struct, frozen=True):
     """Pages of a lease and blocks of the engine that stand for the same tokens, pair by pair.
 
@@ -23,7 +33,8 @@ class CopyOrder(msgspec.Struct, frozen=True):
     ``number``: of this order, which no other one has. ``first_page``: where ``pages`` begin among
     those of the lease. ``upto_tokens``: the KV of all tokens of the request below is there once
     this is done, and what was ordered before it. ``is_last``: false: a load of which more follow,
-    so that vLLM hears of none yet.
+    so that vLLM hears of none yet. ``adapter``: a rank that has read other files for it copies
+    nothing.
     """
 
     number: int
@@ -34,6 +45,7 @@ class CopyOrder(msgspec.Struct, frozen=True):
     blocks: tuple[tuple[int, ...], ...]
     upto_tokens: int
     is_last: bool = True
+    adapter: AdapterWeights | None = None
 
     @property
     def used(self) -> tuple[int, ...]:
@@ -44,6 +56,16 @@ class CopyOrder(msgspec.Struct, frozen=True):
         return found
 
 
+class BegunRequest(msgspec.Struct, frozen=True):
+    """One that this step is the first to compute of, behind blocks that it has not computed.
+
+    They are KV of ``adapter``: if a rank has read other files for it by then, vLLM computes them.
+    """
+
+    adapter: AdapterWeights
+    blocks: tuple[int, ...]
+
+
 class StepOrders(msgspec.Struct, frozen=True):
     """For the workers: what to copy from this step on.
 
@@ -52,7 +74,7 @@ class StepOrders(msgspec.Struct, frozen=True):
     can be asked. ``is_idle``: nothing is computed in this step. ``failed``: requests whose blocks
     nobody fills. ``freed``: requests that are over, whose blocks are needed no more. Both are
     reported at once. ``awaited``: orders whose blocks are another one's from this step on, so that
-    they end before it begins.
+    they end before it begins. ``begun``: of adapters, each in its first step.
     """
 
     number: int = 0
@@ -65,6 +87,7 @@ class StepOrders(msgspec.Struct, frozen=True):
     failed: tuple[str, ...] = ()
     freed: tuple[str, ...] = ()
     awaited: tuple[int, ...] = ()
+    begun: tuple[BegunRequest, ...] = ()
 
     def are_of(self, key: LeaseKey) -> bool:
         """Whether a lease with that key is of the session that can be asked now."""
@@ -76,13 +99,15 @@ class StepReport(msgspec.Struct):
 
     ``done``: these have copied their part. ``failed``: these have not, and write or read nothing of
     it any more. ``number``: of the step that this was said in; left out: of the last one.
-    ``unfit``: why the engine's blocks are no pages of the pool.
+    ``unfit``: why the engine's blocks are no pages of the pool. ``adapters``: by number, the stamp
+    of the files that vLLM has read since the last time; empty: it has read unlike ones.
     """
 
     done: dict[int, int] = msgspec.field(default_factory=dict)
     failed: dict[int, int] = msgspec.field(default_factory=dict)
     number: int | None = None
     unfit: str = ""
+    adapters: dict[int, str] = msgspec.field(default_factory=dict)
 
     def with_rank(self, other: StepReport) -> StepReport:
         """What both say."""
@@ -92,6 +117,12 @@ class StepReport(msgspec.Struct):
             failed=_summed(self.failed, other.failed),
             number=min(numbers, default=None),
             unfit=self.unfit or other.unfit,
+            adapters={
+                number: stamp
+                if self.adapters.get(number, stamp) == other.adapters.get(number, stamp)
+                else ""
+                for number, stamp in (other.adapters | self.adapters).items()
+            },
         )
 
 

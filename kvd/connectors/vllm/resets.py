@@ -26,8 +26,65 @@ if TYPE_CHECKING:
 RESET_WITHIN_S: Final = 0.05
 """A reset waits so long for the daemon: no request that comes behind it has to go without."""
 
+OTHER_WEIGHTS: Final = "the engine's weights were changed, and its caches not reset since"
+OLD_BLOCKS: Final = "vLLM's own cache was not reset with kvd's, and has KV of before"
+
+NEEDS_RESET: Final = (
+    "the weights of this engine may be changed by {}: what it computes is cached by nobody until "
+    "its caches are reset: reset_prefix_cache with reset_connector=true"
+)
+OWN_NOT_RESET: Final = (
+    "kvd's cache was reset, and vLLM's own was not, since requests have blocks of it: what is "
+    "computed is cached by nobody until that is too: reset_prefix_cache, with "
+    "reset_running_requests=true, or behind these requests"
+)
+
 UNNAMED: Final = ""
 """An engine that does not know its namespace yet."""
+
+
+class ReplacedWeights:
+    """Whether what one engine computes now is of the weights that its namespace stands for.
+
+    Its weights may be changed while it runs, by a call that is heard of. From then on nothing is
+    cached until both caches are reset: in vLLM's own there is KV of before, which new prompts go on
+    from. Where nothing was computed since they were, as where an engine is paused first, they are.
+
+    Args:
+        log: where changes are told.
+    """
+
+    def __init__(self, log: ConnectorLog) -> None:
+        self._log = log
+        self.has_computed = False
+        """Whether a step has computed anything since the caches were reset."""
+        self.why_alone = ""
+        """Why requests that come are computed without kvd; empty: they are not."""
+        self._is_own_reset = True
+        """Whether vLLM could reset its own cache when it last tried."""
+
+    def changed(self, by: str) -> bool:
+        """The weights are about to be other ones, by what is called so; whether that needs a reset.
+
+        One that was to be heard of before still is.
+        """
+        if self.has_computed:
+            self.why_alone = OTHER_WEIGHTS
+            self._log.changed("weights", logging.WARNING, NEEDS_RESET.format(by))
+        return self.has_computed
+
+    def own_reset(self, is_done: bool) -> None:  # noqa: FBT001 - vLLM's word of it
+        """VLLM has reset its own cache, or could not."""
+        self._is_own_reset = is_done
+        if is_done and self.why_alone == OLD_BLOCKS:
+            self.why_alone = ""
+
+    def reset(self) -> None:
+        """Kvd's is, behind vLLM's own."""
+        self.has_computed, self.why_alone = not self._is_own_reset, ""
+        if not self._is_own_reset:
+            self.why_alone = OLD_BLOCKS
+            self._log.changed("weights", logging.WARNING, OWN_NOT_RESET)
 
 
 class Resets:

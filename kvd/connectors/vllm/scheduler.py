@@ -44,10 +44,10 @@ from kvd.connectors.vllm.lookup import (
 )
 from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.opened import OpenedRooms, end_room
-from kvd.connectors.vllm.orders import StepOrders
+from kvd.connectors.vllm.orders import BegunRequest, StepOrders
 from kvd.connectors.vllm.params import NO_TRANSFER, cached_at, kept_for_decode, transfer_of
 from kvd.connectors.vllm.requests import Requests
-from kvd.connectors.vllm.resets import Resets
+from kvd.connectors.vllm.resets import OTHER_WEIGHTS, ReplacedWeights, Resets
 from kvd.connectors.vllm.sessions import (
     NO_LIFE,
     RETRY_S,
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from kvd.connectors.vllm.beside import Start
     from kvd.connectors.vllm.identity import PendingName
     from kvd.connectors.vllm.options import VllmOptions
-    from kvd.connectors.vllm.orders import CopyOrder, StepReport
+    from kvd.connectors.vllm.orders import AdapterWeights, CopyOrder, StepReport
     from kvd.connectors.vllm.sessions import NodeLink
     from kvd.connectors.vllm.tracked import RequestView
     from kvd.connectors.vllm.under_way import CountedBlocks
@@ -157,6 +157,14 @@ class SchedulerHalf:
         self._opened = OpenedRooms(options, self._moves.sends_all)
         self._held = HeldRequests(self._requests, self._moves, self._ending, self._copies, now_s)
         self._resets = Resets(self._log, now_s)
+        self.takes_back = True
+        """Whether vLLM, told behind a step that blocks of a request are not filled, computes them,
+        and gives nobody what that step has computed from them."""
+        self.adapter_stays: Callable[[AdapterWeights], bool] = lambda _: False
+        """Whether vLLM has these weights of an adapter until the engine ends."""
+        self.changes = ReplacedWeights(self._log)
+        self._begun: list[BegunRequest] = []
+        """For the step that is being made."""
         self._stale_loads: set[str] = set()
         """Those whose blocks the workers fill with KV of before a reset."""
         self._number = 0
@@ -273,6 +281,23 @@ class SchedulerHalf:
             self._naming = RequestNamespace(base_namespace, None, None)
             self._resets.name(base_namespace)
 
+    def weights_change(self, by: str) -> bool:
+        """The weights are about to be other ones, by what is called so.
+
+        Requests that are here go on without kvd. So does every later one, until the caches are
+        reset; but not where nothing was computed since they were.
+
+        Returns:
+            Whether a reset is to come.
+        """
+        return self.kept_in("new weights", True, self._weights_change, by)  # noqa: FBT003
+
+    def _weights_change(self, by: str) -> bool:
+        for tracked in self._requests.all_of_them():
+            self._not_of_before(tracked, OTHER_WEIGHTS)
+        self._ending.share_nothing()
+        return self.changes.changed(by)
+
     def flush(self) -> bool:
         """New weights: nothing of this model that was cached until now is found again.
 
@@ -287,6 +312,7 @@ class SchedulerHalf:
 
     def _flush(self) -> bool:
         self._resets.add(self._base)
+        self.changes.reset()
         for tracked in self._requests.all_of_them():
             self._not_of_before(tracked)
         # vLLM may preempt all that run before it resets its own cache.
@@ -306,7 +332,7 @@ class SchedulerHalf:
                 self._not_of_before(tracked)
 
     def forget_adapter(self, number: int) -> None:
-        """VLLM is about to load other weights under that number: its requests go on with these.
+        """VLLM loads other weights under that number: its requests go on with these.
 
         What they have saved is of the former ones, and shared as far as it was by now.
         """
@@ -316,6 +342,7 @@ class SchedulerHalf:
         for tracked in self._requests.all_of_them():
             if tracked.naming.is_of_adapter(number):
                 self._not_of_before(tracked, OTHER_ADAPTER)
+        self._ending.forget_adapter(number)
 
     def _not_of_before(self, tracked: Tracked, why: str = RESET) -> None:
         """It has other weights from now on: nothing of it is loaded, saved or shared any more."""
@@ -361,6 +388,8 @@ class SchedulerHalf:
             self._requests.alone(tracked, NOBODY)
         elif link.is_silent:
             self._requests.alone(tracked, SILENT)
+        elif self.changes.why_alone:
+            self._requests.alone(tracked, self.changes.why_alone)
         elif self._base in self._resets.due:
             self._requests.alone(tracked, UNDONE)
         elif not tokens or extra is None:
@@ -406,6 +435,10 @@ class SchedulerHalf:
         most = tracked.transfer.most_loaded
         if most is not None and n_tokens > local_tokens + most:
             n_tokens = (local_tokens + most) // self.block_size * self.block_size
+        adapter = tracked.naming.adapter
+        if adapter is not None and not self.takes_back and not self.adapter_stays(adapter):
+            # It may be read anew in the step that goes on from them: see ``takes_back``.
+            return 0, False
         if self._copies.has_states:
             # The state of a page is that behind its last token, and no other one is kept.
             n_tokens -= n_tokens % self.block_size
@@ -482,7 +515,7 @@ class SchedulerHalf:
             if external_tokens:
                 self._requests.unfilled.append(request.request_id)
             return
-        tracked.has_run = False
+        tracked.has_run, tracked.is_begun = False, True
         tracked.allocations += 1
         self._requests.due.soon(tracked)
         self._requests.ahead.pop(tracked.id, None)
@@ -545,6 +578,9 @@ class SchedulerHalf:
             failed, self._requests.unfilled = tuple(self._requests.unfilled), []
             self._budget.renew(is_idle=not scheduled)
             freed, awaited = self._copies.take_words(self._requests.held)
+            begun = tuple(self._begun)
+            if begun:
+                self._begun = []
             return StepOrders(
                 number=self._number,
                 token=self._token,
@@ -556,6 +592,7 @@ class SchedulerHalf:
                 failed=failed,
                 freed=freed,
                 awaited=awaited,
+                begun=begun,
             )
 
     def _step(
@@ -571,6 +608,8 @@ class SchedulerHalf:
             self._copies.preempted(taken)
             self._moves.windows.sweep(taken)
         self._is_idle = not scheduled
+        if scheduled:
+            self.changes.has_computed = True
         self._glance()
         requests = self._requests
         if requests.claiming:
@@ -598,6 +637,10 @@ class SchedulerHalf:
         computing: list[Tracked] = []
         begun: list[Tracked] = []
         for tracked in due:
+            if tracked.is_begun:
+                tracked.is_begun = False
+                if tracked.naming.adapter is not None and tracked.request.num_computed_tokens:
+                    self._begins(tracked, tracked.naming.adapter)
             if tracked.stage is RequestStage.COMPUTING:
                 computing.append(tracked)
                 if not tracked.has_run:
@@ -612,6 +655,16 @@ class SchedulerHalf:
             left = self._moves.tokens_left(running, upto)
             if left is not None:
                 self._requests.due.after(running, left)
+
+    def _begins(self, tracked: Tracked, adapter: AdapterWeights) -> None:
+        """Its first step goes on from blocks that were computed before: of these weights, or not.
+
+        vLLM reads an adapter within a step, so nobody can say it before.
+        """
+        if self.takes_back:
+            n_blocks = -(-tracked.request.num_computed_tokens // self.block_size)
+            (blocks,) = self._copies.blocks_of(tracked, slice(0, n_blocks))
+            self._begun.append(BegunRequest(adapter=adapter, blocks=blocks))
 
     def _doubt(self, begun: Collection[Tracked]) -> None:
         """Save nothing of what another connector fills within this step, nor of who has that too.

@@ -131,6 +131,8 @@ class Tracked:
     started_tokens = 0
     """vLLM has those below itself, or they are ordered, and loads from there up to ``loads_to``."""
     loads_to = 0
+    is_begun = False
+    """It has blocks, and no step has computed of it since."""
     has_run = False
     """A step has computed of it since it was given blocks: before that another connector may be
     filling these, and vLLM counts their tokens as computed already."""

@@ -120,6 +120,7 @@ class OrdersUnderWay:
             blocks=blocks,
             upto_tokens=upto_tokens,
             is_last=is_last,
+            adapter=tracked.naming.adapter,
         )
         copy = CopyUnderWay(order, tracked, is_load=is_load, ranks=self._ranks)
         self.hold(copy.blocks)
@@ -320,6 +321,8 @@ class SchedulerBlocks:
         self.can_be_held = False
         self.on_reset: Callable[[Collection[str]], None] = _nobody_asks
         """Is told of requests whose blocks are being filled with KV of before a reset."""
+        self.on_tried: Callable[[bool], object] = bool
+        """Is told before that, of each reset, whether vLLM has done it."""
         self.groups = groups
         self.null_block = 0
         self._manager: Any = None
@@ -406,6 +409,7 @@ class SchedulerBlocks:
             is_done = reset()
         finally:
             self._touch(aside)
+        self.on_tried(bool(is_done))
         if is_done:
             self._take_back_filled()
             self.on_reset(list(self._filling))

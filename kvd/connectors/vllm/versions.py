@@ -147,8 +147,10 @@ class LoadingEngine(Protocol):
     model_executor: Any
 
 
-def hear_of_adapters(heard: Callable[[Any], None]) -> bool:
+def hear_of_adapters(heard: Callable[[Any], None], removed: Callable[[int], None]) -> bool:
     """Have ``heard`` told of each adapter that the engine loads on its user's word, before it does.
+
+    And ``removed`` of each, by number, that it drops on such a word.
 
     Its requests name an adapter by number and path, and one may be loaded in place while they run.
     No vLLM tells that to a connector. The engine that does it makes its scheduler, so it is among
@@ -169,7 +171,87 @@ def hear_of_adapters(heard: Callable[[Any], None]) -> bool:
         return load(adapter)
 
     executor.add_lora = told
+    remove = executor.remove_lora
+
+    def told_of_end(number: int) -> Any:
+        removed(number)
+        return remove(number)
+
+    executor.remove_lora = told_of_end
     return True
+
+
+KEEPS_WEIGHTS: Final = frozenset(
+    {
+        *("check_health", "profile", "annotate_profile", "synchronize_device", "sleep", "wake_up"),
+        *("add_lora", "remove_lora", "pin_lora", "list_loras", "get_supported_tasks"),
+        *("reset_mm_cache", "reset_encoder_cache", "release_late_interaction_query_cache"),
+        *("compute_weight_checksums", "save_sharded_state", "save_tensorized_model"),
+        *("init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
+        *("supports_draft_weight_updates", "execute_dummy_batch", "update_max_model_len"),
+        *("get_cache_block_size_bytes", "get_compilation_match_table", "get_kv_cache_spec"),
+        *("get_model_inspection", "get_encoder_timing_stats", "get_supported_kv_cache_layouts"),
+    }
+)
+"""What can be called of all workers, and leaves their weights what they are; all else may not."""
+
+
+@runtime_checkable
+class CallingEngine(Protocol):
+    """VLLM's core, where its user has all workers called."""
+
+    def collective_rpc(self, method: Any, *args: Any, **more: Any) -> Any:
+        """What each answers."""
+        ...
+
+
+def hear_of_weights(heard: Callable[[str], None]) -> bool:
+    """Have ``heard`` told of each call that may change the model's weights, before it is made.
+
+    Args:
+        heard: is given what is called: the name of a worker's method, or of a function.
+
+    Returns:
+        Whether it is told, as ``hear_of_adapters``.
+    """
+    engines = (caller for caller in _callers() if isinstance(caller, LoadingEngine))
+    engine = next(engines, None)
+    if not isinstance(engine, CallingEngine):
+        return False
+    call = engine.collective_rpc
+
+    def told(method: Any, *args: Any, **more: Any) -> Any:
+        name = method if isinstance(method, str) else "a function"
+        if name not in KEEPS_WEIGHTS:
+            heard(name)
+        return call(method, *args, **more)
+
+    engine.collective_rpc = told
+    return True
+
+
+try:
+    from vllm.lora.worker_manager import WorkerLoRAManager
+except ImportError:
+    _READS: Callable[[Any, Any], Any] | None = None
+else:
+    _READS = WorkerLoRAManager._load_adapter  # noqa: SLF001 - there is no other place
+
+
+def see_adapters_read(around: Callable[[Any, Callable[[], Any]], Any]) -> None:
+    """Have each adapter that vLLM's worker in this process reads be read by ``around``.
+
+    It is given what is read, and what does it. No vLLM tells that to a connector. Who is told is
+    the last that asked.
+    """
+    reads = _READS
+    if reads is None:
+        return
+
+    def seen(manager: Any, adapter: Any) -> Any:
+        return around(adapter, lambda: reads(manager, adapter))
+
+    WorkerLoRAManager._load_adapter = seen  # noqa: SLF001 - as above
 
 
 ONE_GROUP_ONLY: Final = (

@@ -19,14 +19,19 @@ import stat
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import msgspec
 
-from kvd.connectors.identity import DIGEST_CHARS, UnknownWeights
+from kvd.connectors.identity import DIGEST_CHARS, UnknownWeights, digest_of
+from kvd.connectors.vllm.orders import AdapterWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from kvd.connectors.vllm.orders import BegunRequest
+
+T = TypeVar("T")
 
 FULL_BYTES: Final = 256 << 20
 """Files of so many bytes together are read in full: a fifth of a second."""
@@ -61,6 +66,9 @@ MAX_ADAPTER_NAME: Final = 16
 MAX_ADAPTERS: Final = 4096
 """Those of an engine that are remembered; further ones are not cached."""
 
+UNLIKE: Final = ""
+"""The stamp of files that changed while they were read, or between two times."""
+
 UNHEARD: Final = "this engine does not say when an adapter is loaded anew"
 
 
@@ -84,6 +92,8 @@ class _File(msgspec.Struct, frozen=True):
     n_bytes: int
     changed_ns: int
     inode_ns: int
+    inode: tuple[int, int]
+    """Its number, and that of its file system."""
     blob: str
     """Its name in the cache of the hub; empty: it is not from there."""
 
@@ -183,6 +193,7 @@ def _walk(path: str, name: str) -> Iterator[_File]:
             n_bytes=here.st_size,
             changed_ns=here.st_mtime_ns,
             inode_ns=here.st_ctime_ns,
+            inode=(here.st_dev, here.st_ino),
             blob=_blob(path),
         )
         return
@@ -236,10 +247,26 @@ def _as_read(path: Path, files: Sequence[_File], since_ns: int) -> None:
         UnknownWeights: it is not.
     """
     for file in files:
-        if os.stat(file.path).st_ctime_ns != file.inode_ns:
+        here = os.stat(file.path)
+        if (here.st_dev, here.st_ino, here.st_ctime_ns) != (*file.inode, file.inode_ns):
             raise UnknownWeights(f"{file.path} has changed since this engine began")
     if not all(file.blob for file in files):
         _in_place(path, since_ns)
+
+
+def stamp_of(path: str) -> str:
+    """Of the files at that path as they lie there: another one, where any was written or moved.
+
+    Raises:
+        UnknownWeights: there are none, or too many.
+        OSError: they cannot be looked at.
+    """
+    return _stamp(_listed(Path(path)))
+
+
+def _stamp(files: Iterable[_File]) -> str:
+    told = ((file.name, file.n_bytes, file.inode_ns, *file.inode) for file in files)
+    return digest_of(repr(list(told)))
 
 
 def process_began_ns() -> int:
@@ -264,20 +291,25 @@ class AdapterView(Protocol):
 
 
 class _ReadAdapter(msgspec.Struct, frozen=True):
-    """What was found at a path, and of which files."""
+    """What was found at a path, and of which files. ``stamp``: of these; empty: it is not asked."""
 
     digest: str
-    path: Path
-    files: tuple[_File, ...]
+    stamp: str = ""
+    path: Path = Path()
+    files: tuple[_File, ...] = ()
 
 
 class AdapterQuestion:
     """What an adapter is known by: a name that stands for these weights, and for no others."""
 
-    def __init__(self, adapters: Adapters, adapter: AdapterView, reading: Future[str]) -> None:
+    def __init__(
+        self, adapters: Adapters, adapter: AdapterView, reading: Future[_ReadAdapter]
+    ) -> None:
         self._adapters = adapters
         self.number = adapter.lora_int_id
-        self._adapter = adapter
+        self.weights: AdapterWeights | None = None
+        """Once it has a name: what the workers hold against what vLLM reads; None: nothing."""
+        self.adapter = adapter
         self._reading = reading
 
     def poll(self) -> str | None:
@@ -289,13 +321,17 @@ class AdapterQuestion:
         if not self._reading.done():
             return None
         try:
-            return self._adapters.name_of(self._adapter, self._reading.result())
+            found = self._reading.result()
+            if found.stamp:
+                self.weights = AdapterWeights(self.number, found.stamp)
+                self._adapters.hold(self, self.weights)
+            return self._adapters.name_of(self.adapter, found.digest)
         except UnknownWeights as error:
-            self._adapters.tell(self._adapter, str(error))
+            self._adapters.tell(self.adapter, str(error))
             raise
         except OSError as error:
-            why = f"{self._adapter.lora_path} cannot be read: {error}"
-            self._adapters.tell(self._adapter, why)
+            why = f"{self.adapter.lora_path} cannot be read: {error}"
+            self._adapters.tell(self.adapter, why)
             raise UnknownWeights(why) from None
 
 
@@ -303,21 +339,24 @@ class Adapters:
     """What the adapters of one engine are known by.
 
     vLLM loads an adapter when it is first used, drops it, and loads it again, by a number and a
-    path; no word of that comes here. So an adapter is known by its files only while these are as
-    they were when the engine began. What its users load by themselves is heard of (``loads``):
-    other weights under a number that has requests are theirs from then on. All that touches files
-    is done in a thread: they may be large, and their file system may hang.
+    path. So an adapter is known by its files only while these are as they were when the engine
+    began; and what vLLM has read is said by the workers (``read_by_workers``), before anything is
+    heard of what was computed with it. What its users load by themselves is heard of before that
+    (``loads``). Other weights under a number that has requests are theirs from then on. All that
+    touches files here is done in a thread: they may be large, and their file system may hang.
 
     Args:
         since_ns: when the engine began.
         rules: what the engine makes of every adapter.
         by_path: whoever runs it says that files at one path never change.
+        room: so many adapters vLLM has at a time; it drops one for another one more.
     """
 
-    def __init__(self, *, since_ns: int, rules: str, by_path: bool = False) -> None:
+    def __init__(self, *, since_ns: int, rules: str, by_path: bool = False, room: int = 0) -> None:
         self.since_ns = since_ns
         self.rules = rules
         self.by_path = by_path
+        self._room = room
         self.hears_of_loads = True
         """Whether ``loads`` is said; else nobody knows for how long an adapter is what it was."""
         self.on_other_weights: Callable[[int], None] = lambda _: None
@@ -327,9 +366,15 @@ class Adapters:
         self._paths: dict[int, str] = {}
         """By number; of one that had two, none."""
         self._told: set[str] = set()
+        self._named: dict[int, AdapterQuestion] = {}
+        """By number, one that has a name."""
+        self._loaded: dict[int, str] = {}
+        """By number, the stamp of the files that the workers have read; empty: of unlike ones."""
+        self._removed: set[int] = set()
+        """Those that a user has had vLLM drop, which it may read again."""
         self._read: dict[str, _ReadAdapter] = {}
         """By path; of the thread's alone."""
-        self._asked: set[Future[str]] = set()
+        self._asked: set[Future[_ReadAdapter]] = set()
         self._reader = ThreadPoolExecutor(1, "kvd-adapters")
 
     def ask(self, adapter: AdapterView) -> AdapterQuestion:
@@ -346,7 +391,7 @@ class Adapters:
                 ),
             )
         if self.by_path:
-            return self._answered(adapter, f"path {path}")
+            return self._answered(adapter, _ReadAdapter(f"path {path}"))
         self._asked = {reading for reading in self._asked if not reading.done()}
         if len(self._asked) >= MAX_QUESTIONS:
             why = f"{MAX_QUESTIONS} questions for adapters are not answered"
@@ -358,6 +403,41 @@ class Adapters:
     def loads(self, adapter: AdapterView) -> None:
         """VLLM is about to load it: as it was told to, beside the requests of that number."""
         self._has_one_path(adapter, os.path.expanduser(adapter.lora_path))
+
+    def removes(self, number: int) -> None:
+        """VLLM is about to drop that one, as it was told to."""
+        self._removed.add(number)
+
+    def hold(self, question: AdapterQuestion, weights: AdapterWeights) -> None:
+        """The name that it is about to get is that of these; what vLLM reads is held against it.
+
+        Raises:
+            UnknownWeights: vLLM has read other ones.
+        """
+        if self._loaded.get(weights.number, weights.stamp) != weights.stamp:
+            raise UnknownWeights(f"vLLM has read other files at {question.adapter.lora_path}")
+        self._named[weights.number] = question
+
+    def read_by_workers(self, stamps: Mapping[int, str]) -> None:
+        """By number, what vLLM has read; of what it computes with that is heard behind this."""
+        for number, stamp in stamps.items():
+            is_alike = self._loaded.setdefault(number, stamp) == stamp
+            if not is_alike:
+                self._loaded[number] = ""
+            named = self._named.get(number)
+            if named is None or named.weights == AdapterWeights(number, self._loaded[number]):
+                continue
+            del self._named[number]
+            self._paths[number] = ""
+            path = named.adapter.lora_path
+            self.tell(named.adapter, f"vLLM has read other files at {path} since it had its name")
+            self.on_other_weights(number)
+
+    def stays(self, weights: AdapterWeights) -> bool:
+        """Whether vLLM has these, and will not read anything for that number again."""
+        number = weights.number
+        is_here = self._loaded.get(number) == weights.stamp and number not in self._removed
+        return is_here and len(self._loaded) <= self._room
 
     def _has_one_path(self, adapter: AdapterView, path: str) -> bool:
         """Whether all weights of its number were of this path; where not, it is of none any more.
@@ -375,9 +455,11 @@ class Adapters:
             self.on_other_weights(number)
         return False
 
-    def _answered(self, adapter: AdapterView, word: str | UnknownWeights) -> AdapterQuestion:
-        found: Future[str] = Future()
-        if isinstance(word, str):
+    def _answered(
+        self, adapter: AdapterView, word: _ReadAdapter | UnknownWeights
+    ) -> AdapterQuestion:
+        found: Future[_ReadAdapter] = Future()
+        if isinstance(word, _ReadAdapter):
             found.set_result(word)
         else:
             found.set_exception(word)
@@ -395,7 +477,7 @@ class Adapters:
             self._told.add(adapter.lora_name)
             self.flaws[adapter.lora_name] = flaw
 
-    def _digest_of(self, path: str) -> str:
+    def _digest_of(self, path: str) -> _ReadAdapter:
         """In the thread: of the files there, which are as they were when the engine began.
 
         Raises:
@@ -406,12 +488,71 @@ class Adapters:
             raise UnknownWeights(f"{path} is no directory of this host")
         found = self._read.get(path)
         if found is None:
-            files = _listed(Path(path))
+            files = tuple(_listed(Path(path)))
             digest = weight_files(Path(path), since_ns=self.since_ns).digest
-            found = self._read[path] = _ReadAdapter(digest, Path(path), tuple(files))
+            found = _ReadAdapter(digest, stamp=_stamp(files), path=Path(path), files=files)
+            self._read[path] = found
         _as_read(found.path, found.files, self.since_ns)
-        return found.digest
+        return found
 
     def close(self) -> None:
         """Read no more."""
         self._reader.shutdown(wait=False, cancel_futures=True)
+
+
+# ---- what a worker has read of them -----------------------------------------------------------
+
+
+class ReadAdapters:
+    """What vLLM has read for its adapters, in one rank: the workers' half of what is known of them.
+
+    vLLM reads an adapter's files in the step that uses it first, and again where it had dropped it
+    meanwhile. Whose KV a step computes is decided there, so there it is seen which files were read:
+    their stamp is taken before and behind it. Where it is another one than that for which a request
+    has its namespace, nothing of it is saved, so no other node is sent it either; and blocks that
+    were filled under that name are told to vLLM as not filled, in the step that would have gone on
+    from them.
+
+    A number for which unlike files were read is known by none from then on. What was not seen to be
+    read is not known: where adapters are read by other means, nothing of them is cached.
+    """
+
+    def __init__(self) -> None:
+        self._stamps: dict[int, str] = {}
+        self.untold: dict[int, str] = {}
+        """By number, what was read since somebody took it."""
+
+    def read(self, adapter: AdapterView, load: Callable[[], T]) -> T:
+        """Have vLLM read it: what ``load`` returns."""
+        before = _stamp_at(adapter)
+        found = load()
+        number, stamp = adapter.lora_int_id, before if _stamp_at(adapter) == before else UNLIKE
+        if number in self._stamps or len(self._stamps) < MAX_ADAPTERS:
+            if self._stamps.setdefault(number, stamp) != stamp:
+                self._stamps[number] = UNLIKE
+            self.untold[number] = self._stamps[number]
+        return found
+
+    def has(self, adapter: AdapterWeights) -> bool:
+        """Whether all that was read for its number is that."""
+        return self._stamps.get(adapter.number) == adapter.stamp
+
+    def may_have(self, adapter: AdapterWeights) -> bool:
+        """The same, were nothing read for it yet."""
+        return self._stamps.get(adapter.number, adapter.stamp) == adapter.stamp
+
+    def others(self, begun: Iterable[BegunRequest]) -> set[int]:
+        """Blocks from which those go on that were filled with KV of other weights."""
+        return {block for one in begun if not self.has(one.adapter) for block in one.blocks}
+
+    def take(self) -> dict[int, str]:
+        """By number, what was read since the last time."""
+        untold, self.untold = self.untold, {}
+        return untold
+
+
+def _stamp_at(adapter: AdapterView) -> str:
+    try:
+        return stamp_of(os.path.expanduser(adapter.lora_path))
+    except (UnknownWeights, OSError):
+        return UNLIKE

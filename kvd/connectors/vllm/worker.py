@@ -29,6 +29,7 @@ from kvd.connectors.vllm.joined import JoinedPool, PoolJoin
 from kvd.connectors.vllm.log import ConnectorLog, logger
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.sessions import IDLE_WAIT_S
+from kvd.connectors.vllm.weights import ReadAdapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -179,6 +180,10 @@ class WorkerHalf:
         start: Start = in_thread,
     ) -> None:
         self.counts = CopyCounts()
+        self.adapters = ReadAdapters()
+        """What vLLM has read, for whoever hears of it."""
+        self.unlike: set[int] = set()
+        """Blocks that this step has gone on from, with an adapter that is not theirs."""
         self._options = options
         self._block = block_size
         self._ranks = ranks
@@ -368,6 +373,8 @@ class WorkerHalf:
             self._log.bug("a session", error)
         if self._join.unfit:
             self._told().unfit = self._join.unfit
+        if orders.begun:
+            self.unlike = self.adapters.others(orders.begun)
         if orders.loads:
             self._take(orders.loads, is_load=True)
         if self._failing:
@@ -387,7 +394,13 @@ class WorkerHalf:
     def _take(self, orders: Iterable[CopyOrder], *, is_load: bool) -> None:
         now_s = self._now_s()
         for order in orders:
-            self._copies[order.number] = RankCopy(order, is_load=is_load, since_s=now_s)
+            copy = RankCopy(order, is_load=is_load, since_s=now_s)
+            self._copies[order.number] = copy
+            adapter, read = order.adapter, self.adapters
+            # Now, as later another one may be read, of which this order is not.
+            if adapter is None or (read.may_have if is_load else read.has)(adapter):
+                continue
+            self._answer(copy, is_done=False)
 
     def _begin(self) -> None:
         """Begin what waits, as far as its session is joined; answer what waits too long."""
@@ -531,13 +544,20 @@ class WorkerHalf:
             else:
                 return
 
+    def take_unlike(self) -> set[int]:
+        """Blocks that this step has gone on from, with an adapter that is not theirs. Once each."""
+        unlike, self.unlike = self.unlike, set()
+        return unlike
+
     def take_freed(self) -> set[str]:
         """Requests that are over, whose blocks are needed no more. Once each."""
         freed, self._freed = self._freed, set()
         return freed
 
     def take_report(self) -> StepReport | None:
-        """What was answered since the last time; None where nothing was."""
+        """What was answered, or read, since the last time; None where nothing was."""
+        if self.adapters.untold:
+            self._told().adapters = self.adapters.take()
         report, self._report = self._report, None
         if report is not None and self._orders is not None:
             report.number = self._orders.number

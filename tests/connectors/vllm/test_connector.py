@@ -162,7 +162,10 @@ def test_every_rank_of_every_stage_answers_an_order(load, monkeypatch):
     parallel(config, 2, 2)
     told = {}
     half = SimpleNamespace(
-        fill_no_more=None, watch=lambda: None, arrivals=SimpleNamespace(is_on=False)
+        fill_no_more=None,
+        watch=lambda: None,
+        arrivals=SimpleNamespace(is_on=False),
+        changes=SimpleNamespace(own_reset=None),
     )
     monkeypatch.setattr(module, "SchedulerHalf", lambda *args, **how: told.update(how) or half)
     module.KvdConnector(config, module.KVConnectorRole["SCHEDULER"], cache)

@@ -10,6 +10,8 @@ import random
 import pytest
 
 from kvd.client import Code
+from kvd.connectors.vllm.log import ConnectorLog
+from kvd.connectors.vllm.resets import OLD_BLOCKS, OTHER_WEIGHTS, ReplacedWeights
 from kvd.connectors.vllm.tracked import RequestStage
 from tests.connectors.vllm.stand_ins import MiniEngine, Request, StandInNode, refusal
 from tests.connectors.vllm.test_restarts import (
@@ -285,3 +287,58 @@ def test_the_walks_do_load_and_do_begin_epochs():
     found = [walk(seed) for seed in range(100, 110)]
     assert sum(n for n, _ in found) > 0
     assert sum(n for _, n in found) > 0
+
+
+# ---- weights that are changed without one --------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda one: one.__name__)
+def test_weights_that_are_changed_without_a_reset(state):
+    """By a call of all workers: nothing that is here, or comes later, is of the name any more."""
+    world = World()
+    engine = WorldEngine(world, reserve_tokens=8)
+    warm(engine)
+    state(engine)
+    assert engine.half.weights_change("reload_weights")
+    world.weights += 1
+    before, cached = engine.loaded_tokens, len(world.cached)
+    engine.is_slow = engine.has_no_blocks = world.holds = False
+    engine.steps(8)
+    engine.finish(engine.requests["r1"])
+    goes_without(engine, 50)
+    assert engine.loaded_tokens == before, "it was loaded from KV of former weights"
+    assert len(world.cached) == cached, "KV of these is found under the name of those"
+    assert engine.half.flush()
+    engine.steps(3)
+    is_used_again(engine)
+    engine.settle()
+    assert not world.wrong
+    assert not world.handed
+
+
+def test_weights_that_are_changed_before_anything_is_computed_need_no_reset():
+    changes = ReplacedWeights(ConnectorLog(lambda: 0.0))
+    assert not changes.changed("reload_weights")
+    assert not changes.why_alone
+    changes.has_computed = True
+    assert changes.changed("reload_weights")
+    assert changes.why_alone == OTHER_WEIGHTS
+    changes.own_reset(is_done=True)
+    assert changes.why_alone == OTHER_WEIGHTS, "kvd was not reset"
+    changes.reset()
+    assert not changes.why_alone
+    assert not changes.changed("reload_weights")
+
+
+def test_a_reset_that_vllm_could_not_do_itself_is_none_until_it_can():
+    changes = ReplacedWeights(ConnectorLog(lambda: 0.0))
+    changes.has_computed = True
+    changes.own_reset(is_done=False)
+    assert not changes.why_alone, "nobody has asked kvd for one"
+    changes.reset()
+    assert changes.why_alone == OLD_BLOCKS
+    assert changes.changed("reload_weights")
+    changes.own_reset(is_done=True)
+    assert changes.why_alone == OTHER_WEIGHTS
+    changes.reset()
+    assert not changes.why_alone

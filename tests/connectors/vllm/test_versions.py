@@ -75,12 +75,20 @@ class Core:
     """Of vLLM's ``EngineCore`` what makes a scheduler, and loads an adapter: facts of 0.32."""
 
     def __init__(self, make):
-        self.loaded = []
-        self.model_executor = SimpleNamespace(add_lora=self.loaded.append)
+        self.loaded, self.removed, self.called = [], [], []
+        self.model_executor = SimpleNamespace(
+            add_lora=self.loaded.append, remove_lora=self.removed.append
+        )
         self.connector = make()
 
     def add_lora(self, adapter):
         self.model_executor.add_lora(adapter)
+
+    def remove_lora(self, number):
+        self.model_executor.remove_lora(number)
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        self.called.append(method)
 
 
 def test_an_engine_that_loads_an_adapter_says_so_before_it_does(load):
@@ -97,6 +105,20 @@ def test_an_engine_that_loads_an_adapter_says_so_before_it_does(load):
 
     assert forgotten == [(5, 2)]
     assert len(core.loaded) == 3
+    core.connector.shutdown()
+
+
+def test_an_engine_whose_weights_may_be_changed_says_so_before_they_are(load):
+    module = load(version="0.32.0")
+    config, cache = any_engine()
+    core = Core(lambda: module.KvdConnector(config, module.KVConnectorRole["SCHEDULER"], cache))
+    half, heard = core.connector._scheduler, []
+    half.weights_change = lambda by: heard.append((by, len(core.called))) or True
+    for method in ("check_health", "reload_weights", "add_lora", print, "a_method_of_tomorrow"):
+        core.collective_rpc(method)
+
+    assert heard == [("reload_weights", 1), ("a function", 3), ("a_method_of_tomorrow", 4)]
+    assert len(core.called) == 5
     core.connector.shutdown()
 
 
@@ -134,6 +156,7 @@ def test_a_load_that_fails_is_told_by_its_blocks(load):
         load=lambda orders: None,
         take_results=lambda: ({"r1", "r2", "r3"}, {"r1", "r2"}),
         take_freed=set,
+        unlike=set(),
     )
     worker.bind_connector_metadata(metadata)
     worker.start_load_kv(None)
@@ -156,7 +179,10 @@ def test_a_load_that_fails_is_told_by_its_request(load):
     """From 0.30 on, where a number of a block may be of several groups."""
     worker = started(load(version="0.30.0"))
     worker._worker = SimpleNamespace(
-        take_results=lambda: ({"r1"}, {"r1"}), take_freed=set, load=lambda orders: None
+        take_results=lambda: ({"r1"}, {"r1"}),
+        take_freed=set,
+        load=lambda orders: None,
+        unlike=set(),
     )
     worker.bind_connector_metadata(SimpleNamespace(orders=StepOrders))
     assert worker.get_transfer_results(set()).failed_recving == {"r1"}

@@ -632,6 +632,7 @@ class Adapter:
     """What a request's adapter is known by, once somebody has asked for it so often."""
 
     number = 1
+    weights = None
 
     def __init__(self, after=0):
         self.after = after
@@ -1054,7 +1055,9 @@ class WorldEngine:
         for one in self.worker.take_freed():
             self.held.remove(one)
             del self.blocks[one]
-        loaded -= self.half.reported(self.worker.take_report(), loaded=loaded, failed=failed)
+        report = self.worker.take_report()
+        self.heard(report)
+        loaded -= self.half.reported(report, loaded=loaded, failed=failed)
         for one in loaded:
             upto = self.remote.pop(one)
             request = self.requests[one]
@@ -1068,6 +1071,9 @@ class WorldEngine:
                 request.num_computed_tokens = upto
                 self.half.given_blocks(request, 0)
                 self.running.append(request)
+
+    def heard(self, report):
+        """What else there is to be heard of it."""
 
     def _compute(self, rows, tokens, first, weights):
         """What is computed reads the KV of all tokens before it, and writes its own."""
