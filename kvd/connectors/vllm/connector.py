@@ -127,6 +127,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     """A cache of the node behind vLLM's own, and handoffs between nodes."""
 
     _cache_hit_source = CacheHitSource.HOST
+    _changed_by = ""
+    """What was called that may have changed the model's weights since they were read."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -148,8 +150,6 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self._packing: BlockPacking | None = None
         """How this worker packs, until the scheduler's half has heard of it."""
         self._agreed: BlockPacking | None = None
-        self._changed_by = ""
-        """What was called that may have changed the model's weights since they were read."""
         self._namespace = self._untold = ""
         """What the engine's KV is of; and the same, until the metrics have heard of it."""
         self._blocks = SchedulerBlocks(self._groups)
@@ -178,12 +178,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             self._blocks.on_tried = self._scheduler.changes.own_reset
             hear_of_weights(self._weights_change)
             if vllm_config.lora_config is not None:
-                self._adapters.on_other_weights = self._scheduler.forget_adapter
-                self._adapters.hears_of_loads = hear_of_adapters(
-                    self._adapters.loads, self._adapters.removes
-                )
-                self._scheduler.adapter_stays = self._adapters.stays
-                self._scheduler.takes_back = _takes_back(vllm_config, self._groups)
+                self._hear_of_adapters(self._scheduler)
             self._scheduler.watch()
         else:
             self._worker = WorkerHalf(
@@ -196,6 +191,14 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
                 see_adapters_read(self._worker.adapters.read)
 
     # ---- the scheduler's half ----------------------------------------------------------------
+
+    def _hear_of_adapters(self, scheduler: SchedulerHalf) -> None:
+        """Have both told of what vLLM does with its adapters."""
+        adapters = self._adapters
+        adapters.on_other_weights = scheduler.forget_adapter
+        adapters.hears_of_loads = hear_of_adapters(adapters.loads, adapters.removes)
+        scheduler.adapter_stays = adapters.stays
+        scheduler.takes_back = _takes_back(self._config, self._groups)
 
     def _connect(self, engine: str | None, cache: KVCacheConfig, ranks: int) -> SyncNode:
         """A session with a daemon whose pool fits; the workers know more of their blocks later."""

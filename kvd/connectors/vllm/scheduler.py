@@ -115,6 +115,13 @@ class SchedulerHalf:
         KvdError: ``layout-mismatch``: the pool of the daemon that is there does not fit.
     """
 
+    takes_back = True
+    """Whether vLLM, told behind a step that blocks of a request are not filled, computes them, and
+    gives nobody what that step has computed from them."""
+    look_every_s = LOOK_EVERY_S
+    _number = 0
+    """Of the last step."""
+
     def __init__(
         self,
         options: VllmOptions,
@@ -157,9 +164,6 @@ class SchedulerHalf:
         self._opened = OpenedRooms(options, self._moves.sends_all)
         self._held = HeldRequests(self._requests, self._moves, self._ending, self._copies, now_s)
         self._resets = Resets(self._log, now_s)
-        self.takes_back = True
-        """Whether vLLM, told behind a step that blocks of a request are not filled, computes them,
-        and gives nobody what that step has computed from them."""
         self.adapter_stays: Callable[[AdapterWeights], bool] = lambda _: False
         """Whether vLLM has these weights of an adapter until the engine ends."""
         self.changes = ReplacedWeights(self._log)
@@ -167,11 +171,8 @@ class SchedulerHalf:
         """For the step that is being made."""
         self._stale_loads: set[str] = set()
         """Those whose blocks the workers fill with KV of before a reset."""
-        self._number = 0
-        """Of the last step."""
         self._doubted = -1
         """In steps up to this one, another connector may not have filled what it has promised."""
-        self.look_every_s = LOOK_EVERY_S
         self._looked_s = -math.inf
         self._is_idle = True
         """Whether the last step had nothing to compute."""
