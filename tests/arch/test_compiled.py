@@ -49,6 +49,20 @@ def test_a_class_of_a_compiled_module_may_be_made_empty(name):
     assert not wrong, f"{name}: @mypyc_attr(allow_interpreted_subclasses=True) is missing: {wrong}"
 
 
+def test_a_class_of_the_core_is_compiled_where_what_it_is_based_on_is():
+    """Else neither of the two ways to make one empty is right for it."""
+    compiled = {one.name for name in MODULES for one in classes(name)}
+    modules = [str(path.relative_to(ROOT)) for path in (ROOT / "kvd/core").rglob("*.py")]
+    wrong = [
+        f"{name}: {one.name}"
+        for name in modules
+        if name not in MODULES
+        for one in classes(name)
+        if bases(one) & compiled and not bases(one) & WITHOUT_INSTANCES
+    ]
+    assert not wrong, f"add these to what pyproject.toml has compiled: {wrong}"
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_a_method_of_a_compiled_module_has_no_decorator_that_the_compiler_drops(name):
     """``functools.cached_property`` becomes a property there that keeps nothing: what is counted
