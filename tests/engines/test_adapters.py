@@ -106,6 +106,26 @@ def test_a_request_that_has_found_it_before_its_files_are_replaced_computes_it(
     assert "vLLM has read other files at" in log
 
 
+def test_what_vllm_finds_of_another_number_is_not_cached_as_its_own(
+    forks, models, tmp_path, computed
+):
+    """Its own cache goes by name and path, and one number had other weights under these."""
+    ids = prompt(300, 12)
+    path, other = (str(models / name) for name in ("adapter", "adapter-2"))
+    loaded = {"inplace": ["mine", 1, other], "steps": 2}
+    with one_daemon(tmp_path, pool_of(4)) as daemon:
+        asks = [
+            WARM,
+            {"lora": ["mine", 1, path], "ids": ids, **loaded},
+            {"lora": ["mine", 2, path], "ids": ids},
+        ]
+        found = forks.answers(models / "model", daemon, asks, PATIENT, **LORA, **IN_CHUNKS)
+        assert found[-1]["cached"] >= 256, "vLLM does find it"
+        again = [WARM, *of_first(models, [ids])]
+        answers = forks.answers(models / "model", daemon, again, PATIENT, **LORA)[1:]
+    assert [answer["tokens"] for answer in answers] == computed("adapter", [ids])
+
+
 def test_another_node_is_sent_none_of_it(forks, models, tmp_path, swapped, computed):
     ids = prompt(200, 9)
     own, *wanted = computed("adapter", [ids, *swapped.ids.values()])

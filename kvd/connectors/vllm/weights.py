@@ -66,8 +66,13 @@ MAX_ADAPTER_NAME: Final = 16
 MAX_ADAPTERS: Final = 4096
 """Those of an engine that are remembered; further ones are not cached."""
 
+NO_NUMBER: Final = 0
+"""vLLM gives none below 1."""
+
 UNLIKE: Final = ""
 """The stamp of files that changed while they were read, or between two times."""
+
+MIXED: Final = "vLLM's own cache has KV of other weights by its name and path, of another number"
 
 UNHEARD: Final = "this engine does not say when an adapter is loaded anew"
 
@@ -335,6 +340,11 @@ class AdapterQuestion:
             raise UnknownWeights(why) from None
 
 
+def _own_key(adapter: AdapterView) -> tuple[str, str]:
+    """What vLLM's own cache knows it by."""
+    return adapter.lora_name, adapter.lora_path
+
+
 class Adapters:
     """What the adapters of one engine are known by.
 
@@ -342,8 +352,10 @@ class Adapters:
     path. So an adapter is known by its files only while these are as they were when the engine
     began; and what vLLM has read is said by the workers (``read_by_workers``), before anything is
     heard of what was computed with it. What its users load by themselves is heard of before that
-    (``loads``). Other weights under a number that has requests are theirs from then on. All that
-    touches files here is done in a thread: they may be large, and their file system may hang.
+    (``loads``). Other weights under a number that has requests are theirs from then on. In its own
+    cache vLLM finds KV by an adapter's name and path, whatever the number: so those that have both
+    in common are known only while all of them have had the same weights. All that touches files
+    here is done in a thread: they may be large, and their file system may hang.
 
     Args:
         since_ns: when the engine began.
@@ -365,6 +377,10 @@ class Adapters:
         """By name, why it is not known, once each; whoever tells takes them out."""
         self._paths: dict[int, str] = {}
         """By number; of one that had two, none."""
+        self._sharing: dict[tuple[str, str], set[int]] = {}
+        """By name and path, numbers that had both: vLLM's own cache does not tell them apart."""
+        self._shared: dict[tuple[str, str], str] = {}
+        """By the same, the stamp of what was read for any of them; empty: they had unlike ones."""
         self._told: set[str] = set()
         self._named: dict[int, AdapterQuestion] = {}
         """By number, one that has a name."""
@@ -382,7 +398,8 @@ class Adapters:
         number, path = adapter.lora_int_id, os.path.expanduser(adapter.lora_path)
         if not self.hears_of_loads:
             return self._answered(adapter, UnknownWeights(UNHEARD))
-        if not self._has_one_path(adapter, path):
+        has_one_path, is_mixed = self._has_one_path(adapter, path), self._is_mixed(adapter)
+        if not has_one_path:
             return self._answered(
                 adapter,
                 UnknownWeights(
@@ -390,6 +407,8 @@ class Adapters:
                     "it has now cannot be known"
                 ),
             )
+        if is_mixed:
+            return self._answered(adapter, UnknownWeights(MIXED))
         if self.by_path:
             return self._answered(adapter, _ReadAdapter(f"path {path}"))
         self._asked = {reading for reading in self._asked if not reading.done()}
@@ -416,6 +435,8 @@ class Adapters:
         """
         if self._loaded.get(weights.number, weights.stamp) != weights.stamp:
             raise UnknownWeights(f"vLLM has read other files at {question.adapter.lora_path}")
+        if self._shared.get(_own_key(question.adapter), weights.stamp) != weights.stamp:
+            raise UnknownWeights(MIXED)
         self._named[weights.number] = question
 
     def read_by_workers(self, stamps: Mapping[int, str]) -> None:
@@ -425,13 +446,46 @@ class Adapters:
             if not is_alike:
                 self._loaded[number] = ""
             named = self._named.get(number)
-            if named is None or named.weights == AdapterWeights(number, self._loaded[number]):
+            if named is not None and named.weights != AdapterWeights(number, self._loaded[number]):
+                path = named.adapter.lora_path
+                self._forget(number, f"vLLM has read other files at {path} since it had its name")
+            self._share(number, self._loaded[number])
+
+    def _forget(self, number: int, why: str) -> None:
+        """What has that number's name may be of other weights from now on."""
+        named = self._named.pop(number)
+        self._paths[number] = ""
+        self.tell(named.adapter, why)
+        self.on_other_weights(number)
+
+    def _share(self, number: int, stamp: str) -> None:
+        """What was read for it is what vLLM's own cache has by its name and path."""
+        for key, numbers in self._sharing.items():
+            if number not in numbers:
                 continue
-            del self._named[number]
-            self._paths[number] = ""
-            path = named.adapter.lora_path
-            self.tell(named.adapter, f"vLLM has read other files at {path} since it had its name")
-            self.on_other_weights(number)
+            if self._shared.setdefault(key, stamp) != stamp:
+                self._shared[key] = UNLIKE
+            for one in numbers & self._named.keys():
+                weights = self._named[one].weights
+                if weights is not None and weights.stamp != self._shared[key]:
+                    self._forget(one, MIXED)
+
+    def _is_mixed(self, adapter: AdapterView) -> bool:
+        """Whether its name and path had other weights, under another number; it has them now."""
+        key, number = _own_key(adapter), adapter.lora_int_id
+        numbers = self._sharing.get(key)
+        if numbers is None:
+            if len(self._sharing) >= MAX_ADAPTERS:
+                return True
+            numbers = self._sharing[key] = set()
+        if number not in numbers:
+            # One that is of no path here is known by none.
+            if number not in self._paths:
+                number = NO_NUMBER
+            numbers.add(number)
+            if number in self._loaded:
+                self._share(number, self._loaded[number])
+        return not all(map(self._paths.get, numbers))
 
     def stays(self, weights: AdapterWeights) -> bool:
         """Whether vLLM has these, and will not read anything for that number again."""
@@ -452,7 +506,9 @@ class Adapters:
             return True
         self._paths[number] = ""
         if before:
-            self.on_other_weights(number)
+            sharing = [numbers for numbers in self._sharing.values() if number in numbers]
+            for one in {number}.union(*sharing) - {NO_NUMBER}:
+                self.on_other_weights(one)
         return False
 
     def _answered(

@@ -19,6 +19,7 @@ from kvd.connectors.vllm.weights import (
     PIECES,
     Adapters,
     process_began_ns,
+    stamp_of,
     weight_files,
 )
 
@@ -288,7 +289,8 @@ def test_a_number_that_had_two_paths_is_known_by_neither(model, tmp_path, adapte
     assert known_as(mine, lora(other)) is None
     assert "adapter 1" in mine.flaws.pop("ad")
     assert known_as(mine, lora(model)) is None, "it may have been loaded from the other one"
-    assert known_as(mine, lora(other, number=2))
+    assert known_as(mine, lora(other, number=2)) is None, "requests of both names were of number 1"
+    assert known_as(mine, lora(other, "another", number=3))
 
 
 def test_what_is_loaded_in_place_is_not_known_then_or_later(model, adapters):
@@ -296,7 +298,36 @@ def test_what_is_loaded_in_place_is_not_known_then_or_later(model, adapters):
     assert known_as(mine, lora(model))
     assert known_as(mine, lora(model, inplace=True)) is None
     assert known_as(mine, lora(model)) is None
-    assert known_as(mine, lora(model, number=2)), "another number is loaded from the files"
+    assert known_as(mine, lora(model, number=2)) is None, "vLLM's own cache has what 1 computed"
+    assert known_as(mine, lora(model, "new", number=2)), "another number is loaded from the files"
+
+
+def test_numbers_that_share_name_and_path_are_known_while_all_have_the_same_weights(
+    model, tmp_path, adapters
+):
+    mine, told = adapters(), []
+    mine.on_other_weights = told.append
+    found = {known_as(mine, lora(model, number=number)) for number in (1, 2)}
+    assert len(found) == 1
+    assert known_as(mine, lora(model, "apart", number=3))
+    stamp = stamp_of(str(model))
+    mine.read_by_workers({1: stamp, 2: stamp, 3: stamp})
+    assert known_as(mine, lora(model, number=4)) in found
+    mine.read_by_workers({1: "other"})
+    assert sorted(told) == [1, 2, 4]
+    assert known_as(mine, lora(model, number=5)) is None
+    assert known_as(mine, lora(model, "apart", number=3))
+
+
+def test_a_number_that_was_never_known_spoils_the_name_and_path_for_others(model, adapters):
+    mine = adapters(since_ns=now_ns())
+    young = lora(model, number=1)
+    (model / "config.json").touch()
+    assert known_as(mine, young) is None
+    mine.read_by_workers({1: "of before"})
+    mine.since_ns = LATER
+    assert known_as(mine, lora(model, number=2)) is None
+    assert known_as(mine, lora(model, "apart", number=3))
 
 
 def test_what_is_loaded_under_a_number_that_has_other_weights_is_told_once(
@@ -305,14 +336,14 @@ def test_what_is_loaded_under_a_number_that_has_other_weights_is_told_once(
     mine, told = adapters(), []
     mine.on_other_weights = told.append
     for number in (1, 2, 3):
-        mine.loads(lora(model, number=number))
-        assert known_as(mine, lora(model, number=number)), "it had no weights before"
+        mine.loads(lora(model, f"ad-{number}", number))
+        assert known_as(mine, lora(model, f"ad-{number}", number)), "it had no weights before"
     mine.loads(lora(model, number=1))
     assert told == [], "it has the weights that it had"
 
     mine.loads(lora(tmp_path / "other", number=1, inplace=True))
-    assert known_as(mine, lora(model, number=2, inplace=True)) is None
-    assert known_as(mine, lora(tmp_path / "other", number=3)) is None
+    assert known_as(mine, lora(model, "ad-2", number=2, inplace=True)) is None
+    assert known_as(mine, lora(tmp_path / "other", "ad-3", number=3)) is None
     assert told == [1, 2, 3]
     for number in (1, 2, 3):
         mine.loads(lora(model, number=number, inplace=True))
