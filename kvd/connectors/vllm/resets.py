@@ -57,7 +57,7 @@ class ReplacedWeights:
     def __init__(self, log: ConnectorLog) -> None:
         self._log = log
         self.has_computed = False
-        """Whether a step has computed anything since the caches were reset."""
+        """Whether a step has computed or loaded anything since the caches were reset."""
         self.why_alone = ""
         """Why requests that come are computed without kvd; empty: they are not."""
         self._is_own_reset = True

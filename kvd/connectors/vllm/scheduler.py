@@ -525,6 +525,8 @@ class SchedulerHalf:
             tracked.loads_to = tracked.local_tokens + external_tokens
             tracked.stage, tracked.asked_s = RequestStage.CLAIMING, self._now_s()
             self.counts.hit_tokens += external_tokens
+            # By another engine: vLLM's own cache has it from then on.
+            self.changes.has_computed = True
             if tracked.from_tier:
                 self.counts.tier_tokens += tracked.tier_tokens(external_tokens)
         elif tracked.stage is RequestStage.NAMING:

@@ -184,7 +184,7 @@ def hear_of_adapters(heard: Callable[[Any], None], removed: Callable[[int], None
 KEEPS_WEIGHTS: Final = frozenset(
     {
         *("check_health", "profile", "annotate_profile", "synchronize_device", "sleep", "wake_up"),
-        *("add_lora", "remove_lora", "pin_lora", "list_loras", "get_supported_tasks"),
+        *("pin_lora", "list_loras", "get_supported_tasks"),
         *("reset_mm_cache", "reset_encoder_cache", "release_late_interaction_query_cache"),
         *("compute_weight_checksums", "save_sharded_state", "save_tensorized_model"),
         *("init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
@@ -193,7 +193,9 @@ KEEPS_WEIGHTS: Final = frozenset(
         *("get_model_inspection", "get_encoder_timing_stats", "get_supported_kv_cache_layouts"),
     }
 )
-"""What can be called of all workers, and leaves their weights what they are; all else may not."""
+"""What can be called of all workers, and leaves their weights what they are; all else may not.
+
+Adapters that come and go so are not heard of: see ``hear_of_adapters``."""
 
 
 @runtime_checkable

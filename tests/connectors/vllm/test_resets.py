@@ -20,6 +20,7 @@ from tests.connectors.vllm.test_restarts import (
     come_and_go,
     end_and_return,
     held,
+    loading,
     warm,
 )
 from tests.connectors.vllm.world import BLOCK, Adapter, World, WorldEngine
@@ -314,6 +315,16 @@ def test_weights_that_are_changed_without_a_reset(state):
     engine.settle()
     assert not world.wrong
     assert not world.handed
+
+
+def test_what_is_loaded_behind_a_reset_is_of_the_weights_of_before_a_change_as_what_is_computed():
+    """Of another engine, that goes on with them: vLLM finds it in its own cache from then on."""
+    engine = WorldEngine(World(), reserve_tokens=8)
+    warm(engine)
+    engine.half.changes.has_computed = False
+    loading(engine)
+    assert any(orders.loads for orders, _ in engine.queue)
+    assert engine.half.weights_change("reload_weights")
 
 
 def test_weights_that_are_changed_before_anything_is_computed_need_no_reset():

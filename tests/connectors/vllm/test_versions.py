@@ -114,10 +114,11 @@ def test_an_engine_whose_weights_may_be_changed_says_so_before_they_are(load):
     core = Core(lambda: module.KvdConnector(config, module.KVConnectorRole["SCHEDULER"], cache))
     half, heard = core.connector._scheduler, []
     half.weights_change = lambda by: heard.append((by, len(core.called))) or True
-    for method in ("check_health", "reload_weights", "add_lora", print, "a_method_of_tomorrow"):
+    for method in ("check_health", "reload_weights", "remove_lora", print, "a_method_of_tomorrow"):
         core.collective_rpc(method)
 
-    assert heard == [("reload_weights", 1), ("a function", 3), ("a_method_of_tomorrow", 4)]
+    named = ["reload_weights", "remove_lora", "a function", "a_method_of_tomorrow"]
+    assert heard == [(method, n) for n, method in enumerate(named, 1)]
     assert len(core.called) == 5
     core.connector.shutdown()
 
