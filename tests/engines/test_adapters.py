@@ -106,6 +106,20 @@ def test_a_request_that_has_found_it_before_its_files_are_replaced_computes_it(
     assert "vLLM has read other files at" in log
 
 
+@pytest.mark.xfail(strict=True, reason="a request of unknown files is not held against a load")
+def test_nobody_goes_on_from_what_was_loaded_for_a_request_that_has_left(
+    forks, models, tmp_path, swapped, computed
+):
+    """VLLM finds it in its own cache by name and path, and has read other files by then."""
+    ids, path = swapped.ids["renamed"], str(swapped.paths["renamed"])
+    by = str(models / "adapter-2")
+    with one_daemon(tmp_path, pool_of(4)) as daemon:
+        forks.answers(models / "model", daemon, [WARM, *of_first(models, [ids])], PATIENT, **LORA)
+        ask = {"lora": ["mine", 1, path], "ids": ids, "left": {"by": by, "busy": ["busy", 9, by]}}
+        found = forks.answers(models / "model", daemon, [WARM, ask], PATIENT, **LORA)
+    assert found[-1]["tokens"] == computed("adapter-2", [ids])[0]
+
+
 def test_what_vllm_finds_of_another_number_is_not_cached_as_its_own(
     forks, models, tmp_path, computed
 ):

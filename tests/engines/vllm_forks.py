@@ -8,8 +8,9 @@ files to ``copy`` before, ``max_tokens`` and what else ``SamplingParams`` takes 
 prompts that are asked beside it (``more``), the priority of each (``priority``), after how many
 steps it is taken back (``abort``) or another adapter is loaded in the place of its own
 (``inplace``, with how many ``steps``), how the files of its adapter are replaced while it waits or
-runs (``swap``: see ``swap_beside``), what is called of all workers before (``call``), whether the
-caches are reset ``amid`` it, after so many ``steps``, and ``bytes``: then its answer has a digest
+runs (``swap``: see ``swap_beside``; ``left``: behind one that was taken back), what is called of
+all workers before (``call``), whether the caches are reset ``amid`` it, after so many ``steps``,
+and ``bytes``: then its answer has a digest
 of each block that vLLM can find again, by what vLLM finds it by. Out: the answers of each ask, or
 ``{"error": ...}`` if the engine does not start. ``breaks``: every load fails, in the ``worker``
 that should copy it, or before that in the ``scheduler``.
@@ -126,6 +127,8 @@ def answers_of(engine, ask):
         return [load_beside(engine.llm_engine, ask, sampling, lora)]
     if "amid" in ask:
         return [reset_beside(engine.llm_engine, ask, sampling)]
+    if "left" in ask:
+        return [leave_filled(engine.llm_engine, ask, sampling, lora)]
     if "swap" in ask:
         return [swap_beside(engine.llm_engine, ask, sampling, lora)]
     prompts = [{"prompt_token_ids": ids} for ids in (ask["ids"], *ask.get("more", ()))]
@@ -313,6 +316,35 @@ def swap_beside(engine, ask, sampling, lora):
                     "cached": out.num_cached_tokens,
                     "params": out.kv_transfer_params,
                 }
+    return told
+
+
+def leave_filled(engine, ask, sampling, lora):
+    """Ask, and take it back when its blocks are filled, and another adapter keeps it waiting.
+
+    Then other files lie at its path, and the same is asked again. ``left``: ``by`` which, and who
+    is ``busy``.
+    """
+    from vllm import SamplingParams  # noqa: PLC0415 - as above
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - as above
+
+    more = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
+    other = LoRARequest(*ask["left"]["busy"])
+    prompt = {"prompt_token_ids": ask["ids"]}
+    engine.add_request("left", prompt, sampling, lora_request=lora)
+    engine.step()
+    engine.add_request("busy", {"prompt_token_ids": [5] * 40}, more, lora_request=other)
+    for _ in range(10):
+        engine.step()
+    replace_files("renamed", lora.lora_path, ask["left"]["by"])
+    engine.add_request("again", prompt, sampling, lora_request=lora)
+    engine.step()
+    engine.abort_request(["left"])
+    told = {}
+    while engine.has_unfinished_requests():
+        for out in engine.step():
+            if out.finished and out.request_id.startswith("again"):
+                told = {"tokens": list(out.outputs[0].token_ids), "cached": out.num_cached_tokens}
     return told
 
 
