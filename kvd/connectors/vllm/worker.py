@@ -332,8 +332,7 @@ class WorkerHalf:
         now_s = self._now_s()
         for order in orders.saves:
             joined = self._join.of(order.key)
-            # What the step reads for an adapter is known behind it.
-            if joined is None or order.adapter is not None:
+            if joined is None:
                 continue
             with contextlib.suppress(KvdError):
                 if self._ahead is None or self._ahead.orders is not orders:

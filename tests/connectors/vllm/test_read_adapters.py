@@ -175,15 +175,6 @@ class ReadingEngine(WorldEngine):
         self.adapter = Adapter()
         self.adapter.weights = weights(files / "mine")
         read(self.worker.adapters, files / "mine")
-        self.reads_next = None
-        """Where it reads them from when its next step has begun."""
-        self._load, self.worker.load = self.worker.load, self._read_and_load
-
-    def _read_and_load(self, orders):
-        path, self.reads_next = self.reads_next, None
-        if path is not None:
-            read(self.worker.adapters, path)
-        return self._load(orders)
 
     def add(self, request, extra=(), lora=None):
         return super().add(request, extra, self.adapter)
@@ -193,9 +184,8 @@ class ReadingEngine(WorldEngine):
             self.half.forget_adapter(1)
 
 
-@pytest.mark.parametrize("is_within", [False, True])
 @pytest.mark.parametrize("state", STATES, ids=lambda one: one.__name__)
-def test_its_files_are_read_anew_in_any_state_of_a_request(files, state, is_within):
+def test_its_files_are_read_anew_in_any_state_of_a_request(files, state):
     """vLLM says so to nobody: its workers see it, before what they compute is saved."""
     world = World()
     engine = ReadingEngine(world, files, reserve_tokens=8)
@@ -203,10 +193,7 @@ def test_its_files_are_read_anew_in_any_state_of_a_request(files, state, is_with
     state(engine)
     shares = len(world.cached)
     world.weights += 1
-    if is_within:
-        engine.reads_next = files / "other"
-    else:
-        read(engine.worker.adapters, files / "other")
+    read(engine.worker.adapters, files / "other")
     assert len(world.cached) == shares
     engine.is_slow = engine.has_no_blocks = world.holds = False
     engine.steps(8)

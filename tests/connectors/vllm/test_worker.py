@@ -7,7 +7,6 @@ import time
 import tomllib
 from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -17,7 +16,7 @@ from kvd.connectors.vllm import layout
 from kvd.connectors.vllm.beside import BesideTask
 from kvd.connectors.vllm.joined import REJOIN_S
 from kvd.connectors.vllm.options import VllmOptions
-from kvd.connectors.vllm.orders import AdapterWeights, CopyOrder, StepOrders, StepReport
+from kvd.connectors.vllm.orders import CopyOrder, StepOrders, StepReport
 from kvd.connectors.vllm.worker import (
     ANSWER_WITHIN_S,
     JOIN_WITHIN_S,
@@ -192,19 +191,6 @@ def test_a_save_that_cannot_be_asked_for_yet_is_ordered_behind_its_step(rank):
     rank.half.save(orders)
     rank.world.finish_copies()
     assert rank.answers() == ({1}, set())
-
-
-def test_a_save_of_an_adapter_is_ordered_behind_the_step_which_may_read_other_files(rank):
-    rank.step()
-    weights = AdapterWeights(1, "of the name")
-    orders = rank.orders(saves=(msgspec.structs.replace(rank.order(), adapter=weights),), number=2)
-    rank.half.ask_ahead(orders)
-    rank.world.turn()
-    assert not rank.world.copies
-    rank.half.load(orders)
-    rank.half.save(orders)
-    rank.world.finish_copies()
-    assert rank.answers() == (set(), {1})
 
 
 @pytest.mark.parametrize("is_load", [False, True])
