@@ -577,7 +577,3 @@ def test_whatever_fails_is_typed_and_no_end_is_untrue(
         assert (engine.pages()[:, 6] == engine.filled[:, 4]).all()
         return
     assert "end this process" in str(engine.blocks._mover._dead)
-
-
-def test_a_device_has_its_marks_in_its_streams(engine: Engine) -> None:
-    assert engine.blocks.later_mark() is None

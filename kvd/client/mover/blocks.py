@@ -11,7 +11,7 @@ import numpy as np
 from kvd.client.arguments import whole
 from kvd.client.lease_key import LeaseKey
 from kvd.client.mover.engine_memory import HOST, memory_layout, unfit
-from kvd.client.mover.pending_copy import LaterMark, OrderPart, PendingCopy
+from kvd.client.mover.pending_copy import OrderPart, PendingCopy
 from kvd.client.mover.pieces import NO_BLOCK, PieceTable, pool_bytes
 from kvd.errors import Code, KvdError, Number, Refusal
 from kvd.wire.attach import pages_sum
@@ -104,19 +104,6 @@ class EngineBlocks:
         """
         self._mover.require_alive()
         return self._mover.lane.mark(stream)
-
-    def later_mark(self) -> LaterMark | None:
-        """A mark for what this engine is about to do by itself, which it sets behind that.
-
-        The daemon is asked at once for what is ordered behind it, and bytes move when it is set. To
-        set it is a must, or to cancel those orders: they wait for it as for any other. None for
-        memory of a device, whose marks are in its streams.
-
-        Raises:
-            KvdError: these blocks, or the daemon's word for them, are over.
-        """
-        self._mover.require_alive()
-        return LaterMark(self._mover.ring) if self._mover.lane.takes_later_marks else None
 
     def begin_save(
         self,

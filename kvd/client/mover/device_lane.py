@@ -189,7 +189,6 @@ class DeviceLane:
     polls: Final = True
 
     mark_kind: Final = (DeviceMark, CopyMark)
-    takes_later_marks: Final = False
 
     def __init__(self, runtime: Runtime, device: int) -> None:
         """Make the streams.

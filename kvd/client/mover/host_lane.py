@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvd.client.mover.pending_copy import CopyMark, LaterMark, MemoryFault
+from kvd.client.mover.pending_copy import CopyMark, MemoryFault
 from kvd.client.mover.pieces import PieceColumns, cut_pieces, merged_pieces
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ class HostLane:
     """Threads that copy; one thread: who begins a copy makes it."""
 
     device: Final = ""
-    mark_kind: Final = (CopyMark, LaterMark)
-    takes_later_marks: Final = True
+    mark_kind: Final = CopyMark
     chunk_bytes: Final = 16 * 2**20
     """Begun at once: some milliseconds, after which a shorter order may come."""
     polls: Final = False
@@ -111,7 +110,7 @@ class HostLane:
 
     def has_come(self, mark: object) -> bool:
         """Whether what was before the mark is done."""
-        return mark.has_come if isinstance(mark, LaterMark) else True
+        return mark is None or mark is CopyMark.COME
 
     def enter(self) -> None:
         """The mover's thread begins here."""

@@ -54,11 +54,6 @@ class CopyLane(Protocol):
         """Of what ``mark`` gives."""
         ...
 
-    @property
-    def takes_later_marks(self) -> bool:
-        """Whether an engine may set a mark itself, behind what its thread does."""
-        ...
-
     def mark(self, stream: object = None) -> object:
         """Stands for all that was begun in that stream of the engine, or its thread's own."""
         ...

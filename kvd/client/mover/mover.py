@@ -21,7 +21,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from kvd.client.mover.late_marks import MAX_WHY, LateMarks
-from kvd.client.mover.pending_copy import CopyState, LaneDead, LaterMark, MemoryFault
+from kvd.client.mover.pending_copy import CopyState, LaneDead, MemoryFault
 from kvd.client.mover.pieces import PieceUnits
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import CopyBegins, CopyEnds, CopyPart
@@ -39,10 +39,6 @@ log = logging.getLogger("kvd.client")
 
 ANSWER_LOOK_S: Final = 0.5
 """The longest sleep where something is to come; what comes rings the bell earlier."""
-
-IDLE_LOOK_S: Final = 10.0
-"""The longest where nothing is: an order behind a later mark wakes nobody before that is set, and
-one that never is must end too."""
 
 LOOK_EVERY_S: Final = 0.00005
 """Between two looks at a device, which rings no bell."""
@@ -130,8 +126,6 @@ class Mover:
         self._new: deque[PendingCopy] = deque()
         self._waiting: deque[PendingCopy] = deque()
         self._asking: dict[PendingWord, PendingCopy] = {}
-        self._unmarked: list[_Moving] = []
-        """The daemon keeps pages for them, and their marks have not come."""
         self._moving: list[_Moving] = []
         self._unsaid: list[_Moving] = []
         """No byte of them moves, and the daemon could not be told yet: it reads nothing."""
@@ -183,18 +177,16 @@ class Mover:
     def _is_asked_at_once(self, copy: PendingCopy) -> bool:
         """Ask the daemon on the engine's thread where nothing has to come first.
 
-        The answer wakes the mover's thread, so it takes one turn fewer until bytes move. Where its
-        engine is to set a mark, that does, and the answer lies there by then.
+        The answer wakes the mover's thread, so it takes one turn fewer until bytes move.
         """
-        is_ahead = isinstance(copy.after, LaterMark)
-        is_late = self.lane.polls or not (is_ahead or self.lane.has_come(copy.after))
+        is_late = self.lane.polls or not self.lane.has_come(copy.after)
         if is_late or self._new or self._waiting or len(self._under_way) >= ASKED_AT_ONCE:
             return False
         try:
             self._ask(copy)  # its key was looked at in this very call
         except (KvdError, ArithmeticError, TypeError, ValueError):
             return False  # the thread asks again, and says why it ends
-        if copy.state is CopyState.ASKING and not is_ahead:
+        if copy.state is CopyState.ASKING:
             # Last: where the thread was woken before the order was among those that are asked for,
             # it has gone to sleep again, and listens to nothing.
             self._bell.listen(self._words.fileno())
@@ -219,12 +211,6 @@ class Mover:
             if not copy.safe():
                 raise KvdError(_still_moving(copy))
 
-    def ring(self) -> None:
-        """A mark was set, by any thread, be it behind a close."""
-        with self._lock:
-            if not self._is_closed:
-                self._bell.ring()
-
     def close(self, why: Refusal, within_s: float = CLOSE_WITHIN_S) -> bool:
         """End orders that do not move, wait for those that do; whether none is left."""
         with self._lock:
@@ -234,9 +220,8 @@ class Mover:
         self._thread.join(within_s)
         if self._thread.is_alive():
             return False
-        with self._lock:
-            is_first, self._is_closed = not self._is_closed, True
-        if is_first:
+        if not self._is_closed:
+            self._is_closed = True
             self.lane.close()
             self._bell.close()
         return self.doubt is None
@@ -279,7 +264,6 @@ class Mover:
             self._new
             or self._waiting
             or self._asking
-            or self._unmarked
             or self._moving
             or self._unsaid
             or self._ending
@@ -296,7 +280,7 @@ class Mover:
         elif self._unsaid or self._waiting or self._late.has_more_to_say:
             within_s = LOOK_SELDOM_S
         else:
-            within_s = ANSWER_LOOK_S if self._open() else IDLE_LOOK_S
+            within_s = ANSWER_LOOK_S if self._open() else 3600.0
         fd = self._words.fileno() if self._asking or self._ending else -1
         self._bell.sleep(within_s, fd)
 
@@ -306,10 +290,6 @@ class Mover:
         Each time for a few marks that have not: those of the last steps come in their order.
         """
         now_s, is_busy = time.monotonic(), False
-        for moving in [one for one in self._unmarked if self._may_go_on(one.copy, now_s)]:
-            self._unmarked.remove(moving)
-            self._go_on(moving)
-            is_busy = True
         late: set[object] = set()
         self._late.say_again()
         for _ in range(len(self._waiting)):
@@ -421,40 +401,18 @@ class Mover:
                 # The daemon keeps pages for it until it hears that it ended.
                 self._unsaid.append(_Moving(copy, word.call, self.lane.chunk_bytes))
                 continue
+            copy.waited_s = time.monotonic() - copy.ordered_s
+            copy.state = CopyState.MOVING
             moving = _Moving(copy, word.call, self.lane.chunk_bytes)
-            if self._may_go_on(copy, time.monotonic()):
-                self._go_on(moving)
-            else:
-                copy.state = CopyState.WAITING
-                self._unmarked.append(moving)
+            if self._dead is not None:
+                moving.fault = LaneDead(self._dead.message)
+            self._moving.append(moving)
         ended = [word for word in self._ending if word.is_over]
         for word in ended:
             moving = self._ending.pop(word)
             self._under_way.discard(moving.copy)
             self._over(moving, word.refusal)
         return bool(asked or ended)
-
-    def _may_go_on(self, copy: PendingCopy, now_s: float) -> bool:
-        """Of one that the daemon keeps pages for: its mark has come, or it is given up."""
-        # Any other mark has come before the daemon was asked.
-        if not isinstance(copy.after, LaterMark) or copy.after.has_come:
-            return True
-        is_late = now_s - copy.ordered_s >= copy.mark_within_s
-        if is_late:
-            log.warning("%s", _no_mark(copy).message)
-        if is_late or self._why_dropped(copy) is not None:
-            copy.is_cancelled = True  # nothing of it has moved, and nothing will
-        return copy.is_cancelled
-
-    def _go_on(self, moving: _Moving) -> None:
-        copy = moving.copy
-        copy.waited_s = time.monotonic() - copy.ordered_s
-        if isinstance(copy.after, LaterMark):
-            copy.mark_s = max(0.0, min(copy.waited_s, copy.after.set_s - copy.ordered_s))
-        copy.state = CopyState.MOVING
-        if self._dead is not None:
-            moving.fault = LaneDead(self._dead.message)
-        self._moving.append(moving)
 
     def _move(self) -> bool:
         """Take note of what has ended, and begin what is next, each direction by itself."""

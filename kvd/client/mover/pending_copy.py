@@ -4,8 +4,6 @@
        |                 |                             |
        +--- cancelled ---+---- what has begun ends ----+            DOUBT: nobody can tell
 
-One behind a ``LaterMark`` is ASKING first, and then WAITING.
-
 WAITING: its mark has not come. ASKING: the daemon is told which pages, and may refuse them. MOVING:
 bytes move. ENDING: none does any more, and the daemon is told; a load need not wait for its answer.
 DOUBT: a device failed under it, and whether it still writes is known once this process is gone.
@@ -16,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import functools
-import math
 import threading
 import time
 from typing import TYPE_CHECKING, Final
@@ -57,30 +54,6 @@ class CopyMark(enum.Enum):
     """A mark of a processor: whatever it was to wait for has been done by then."""
 
     COME = "come"
-
-
-class LaterMark:
-    """A mark that its engine sets itself, behind what it is about to do: ``set``, once.
-
-    What is ordered behind it the daemon is asked for meanwhile.
-    """
-
-    __slots__ = ("_ring", "set_s")
-
-    def __init__(self, ring: Callable[[], object]) -> None:
-        """Use ``EngineBlocks.later_mark``."""
-        self._ring = ring
-        self.set_s = math.inf
-
-    @property
-    def has_come(self) -> bool:
-        """Whether it is set."""
-        return self.set_s < math.inf
-
-    def set(self) -> None:
-        """All that was to come before it is done."""
-        self.set_s = time.monotonic()
-        self._ring()
 
 
 class MemoryFault(Exception):

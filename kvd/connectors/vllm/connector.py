@@ -485,12 +485,6 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(kv_connector_metadata, KvdMetadata)
         self._copier.give_back(kv_connector_metadata.orders)
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins; what it computes is saved behind it, and asked for now."""
-        super().bind_connector_metadata(connector_metadata)
-        if isinstance(connector_metadata, KvdMetadata) and connector_metadata.orders.saves:
-            self._copier.ask_ahead(connector_metadata.orders)
-
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Have blocks filled from pages, beside the steps."""
         self._copier.load(self._orders)

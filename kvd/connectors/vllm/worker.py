@@ -1,8 +1,6 @@
 """The workers' half: it has pages of the pool and vLLM's blocks copied, and sees the copies end.
 
 A copy is ordered in the step that says so, behind a mark on the stream of this rank's computation.
-On a processor the daemon is asked for a save before the step computes what is saved, so that bytes
-move as soon as that is done.
 The client's mover, a thread of this process, makes it beside the steps. A step waits for none; only
 one that has nothing to compute looks a moment longer. What has become of a copy is said once, when
 no byte of it moves any more.
@@ -18,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from kvd.client import Code, KvdError, connect_sync, join
 from kvd.client.mover.pending_copy import CopyState
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvd.client import PendingCopy, Pool, Worker
-    from kvd.client.mover.pending_copy import LaterMark
     from kvd.connectors.vllm.beside import Start
     from kvd.connectors.vllm.layout import EngineLayers, LayerGroup
     from kvd.connectors.vllm.options import VllmOptions
@@ -147,14 +144,6 @@ class RankCopy:
         return is_made and joined.session.owns(self.order.key)
 
 
-class SavesAhead(NamedTuple):
-    """Saves that were asked for before their step computes what they save."""
-
-    orders: StepOrders
-    mark: LaterMark
-    copies: list[RankCopy]
-
-
 class WorkerHalf:
     """One rank of the engine.
 
@@ -211,8 +200,6 @@ class WorkerHalf:
         """Those of which a part was not made: nor is the last one then."""
         self._freed: set[str] = set()
         self._report: StepReport | None = None
-        self._ahead: SavesAhead | None = None
-        """Of the step that computes."""
 
     # ---- the start ---------------------------------------------------------------------------
 
@@ -318,46 +305,6 @@ class WorkerHalf:
                     logger.warning("a step waits for %d copies of preempted requests", len(left))
                 within_s = PREEMPTED_SAID_S
 
-    def ask_ahead(self, orders: StepOrders) -> None:
-        """The step is about to compute what it saves: have the daemon keep the pages by then.
-
-        What cannot be asked for now is ordered behind the step.
-        """
-        try:
-            self._ask_ahead(orders)
-        except Exception as error:  # noqa: BLE001 - as below
-            self._log.bug("a save that is to come", error)
-
-    def _ask_ahead(self, orders: StepOrders) -> None:
-        now_s = self._now_s()
-        for order in orders.saves:
-            joined = self._join.of(order.key)
-            if joined is None:
-                continue
-            with contextlib.suppress(KvdError):
-                if self._ahead is None or self._ahead.orders is not orders:
-                    mark = joined.blocks.later_mark()
-                    if mark is None:
-                        return
-                    self._end_ahead(None)
-                    self._ahead = SavesAhead(orders, mark, [])
-                copy = RankCopy(order, is_load=False, since_s=now_s)
-                copy.begin(joined, self._ahead.mark)
-                self._copies[order.number] = copy
-                self._ahead.copies.append(copy)
-
-    def _end_ahead(self, orders: StepOrders | None) -> None:
-        """What a step has computed may be saved, where it is that of these orders."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return
-        if ahead.orders is orders:
-            ahead.mark.set()
-            return
-        for copy in ahead.copies:  # nobody has said that it was computed to its end
-            if copy.pending is not None:
-                copy.pending.cancel()
-
     def load(self, orders: StepOrders) -> None:
         """Have blocks filled from pages; every request that waits for it is heard of in the end."""
         # Most steps copy nothing, and a call behind a forward pass finds nothing of it in the
@@ -385,9 +332,7 @@ class WorkerHalf:
     def save(self, orders: StepOrders) -> None:
         """Have pages filled from blocks, behind the forward pass that writes them."""
         if orders.saves:
-            asked = self._copies if self._ahead is not None else ()
-            self._end_ahead(orders)
-            self._take((one for one in orders.saves if one.number not in asked), is_load=False)
+            self._take(orders.saves, is_load=False)
         if self._copies:
             self._begin()
 
@@ -482,7 +427,7 @@ class WorkerHalf:
     def _count(self, copy: RankCopy) -> None:
         pending, counts = copy.pending, self.counts
         assert pending is not None
-        seconds = pending.waited_s - pending.mark_s + pending.moved_s
+        seconds = pending.waited_s + pending.moved_s
         if pending.refusal is not None:
             self._refused(KvdError(pending.refusal))
         if copy.is_load:

@@ -312,7 +312,6 @@ def walk(seed, window=0, *, has_states=False, world_of=World):
     )
     engine.half._claims.most_ahead = rng.choice([0, 1, 8])
     engine.half.look_every_s = rng.choice([0.0, 0.025, 0.1])
-    world.takes_later_marks = rng.random() < 0.7
     for number in range(1, 90):
         come_and_go(rng, engine, number)
         if (window or has_states) and rng.random() < 0.2:

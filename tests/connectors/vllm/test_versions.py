@@ -125,7 +125,7 @@ def test_an_engine_whose_weights_may_be_changed_says_so_before_they_are(load):
 
 def orders(*, loads=(), failed=()):
     made = (SimpleNamespace(request=name, blocks=(blocks,)) for name, blocks in loads)
-    return SimpleNamespace(loads=tuple(made), saves=(), failed=tuple(failed))
+    return SimpleNamespace(loads=tuple(made), failed=tuple(failed))
 
 
 def test_a_load_that_fails_is_told_by_its_blocks(load):

@@ -155,44 +155,6 @@ def test_a_copy_is_answered_once_and_not_before_it_is_over(rank):
     assert rank.answers() == (set(), set())
 
 
-def test_a_save_is_asked_for_before_its_step_computes_and_moves_behind_that(rank):
-    rank.step()
-    orders = rank.orders(saves=(rank.order(),), number=2, is_idle=False)
-    rank.half.ask_ahead(orders)
-    rank.world.finish_copies()
-    assert rank.lease.copies == 1, "its pages are kept"
-    rank.stream.begin(lambda: rank.layers["a"].array.fill(5))
-    rank.half.load(orders)
-    rank.stream.run()
-    rank.world.finish_copies()
-    assert not rank.is_written()
-
-    rank.half.save(orders)
-    assert rank.lease.copies == 1, "it is not asked for twice"
-    rank.world.finish_copies()
-    assert rank.answers() == ({1}, set())
-    assert (rank.page(0) == 5).all()
-
-
-def test_what_a_step_that_broke_off_was_to_save_is_not_saved_by_the_next_one(rank):
-    rank.step()
-    rank.half.ask_ahead(rank.orders(saves=(rank.order(),), number=2))
-    rank.world.turn()
-    assert rank.step(saves=(rank.order(first_page=4, blocks=(20,)),), number=3) == ({2}, {1})
-    assert not rank.page(0).any()
-
-
-def test_a_save_that_cannot_be_asked_for_yet_is_ordered_behind_its_step(rank):
-    """Its session is not joined."""
-    orders = rank.orders(saves=(rank.order(),))
-    rank.half.ask_ahead(orders)
-    assert not rank.world.copies
-    rank.half.load(orders)
-    rank.half.save(orders)
-    rank.world.finish_copies()
-    assert rank.answers() == ({1}, set())
-
-
 @pytest.mark.parametrize("is_load", [False, True])
 def test_nothing_moves_before_what_was_computed_in_front_of_it(rank, is_load):
     """A save waits for what writes its blocks, a load for what reads them."""

@@ -402,16 +402,6 @@ class Stream:
             self.done += 1
 
 
-class WorldMark:
-    """One that an engine sets itself, behind what it has begun by then."""
-
-    def __init__(self, stream):
-        self.stream, self.at = stream, None
-
-    def set(self):
-        self.at = self.stream.begun
-
-
 class WorldCopy:
     """A copy under way: it goes on by ``turn``."""
 
@@ -424,28 +414,19 @@ class WorldCopy:
         self.left = list(pairs)
         self.is_over = self.is_cancelled = False
         self.refusal = None
-        self.n_bytes, self.waited_s, self.mark_s, self.moved_s = 0, 0.0, 0.0, 0.0
+        self.n_bytes, self.waited_s, self.moved_s = 0, 0.0, 0.0
 
     @property
     def state(self):
         if self.is_over or self.lease is not None:
             if self.is_over:
                 return CopyState.OVER
-            if not self.has_come:
-                return CopyState.WAITING
             return CopyState.MOVING if self.left and not self.is_cancelled else CopyState.ENDING
-        return CopyState.ASKING if self.is_ahead or self.has_come else CopyState.WAITING
-
-    @property
-    def is_ahead(self):
-        return isinstance(self.after, WorldMark)
+        return CopyState.ASKING if self.has_come else CopyState.WAITING
 
     @property
     def has_come(self):
-        after = self.after.at if self.is_ahead else self.after
-        if after is None:
-            return not self.is_ahead
-        return after <= self.blocks.stream.done
+        return self.after is None or self.after <= self.blocks.stream.done
 
     @property
     def is_moving(self):
@@ -468,7 +449,7 @@ class WorldCopy:
             self._end(refusal(Code.CANCELLED))
 
     def turn(self):
-        if self.is_over or (self.state is CopyState.WAITING and not self.is_cancelled):
+        if self.is_over:
             return
         if self.lease is None:
             self._ask()
@@ -493,7 +474,7 @@ class WorldCopy:
         world = self.world
         if self.is_cancelled:
             self._end(refusal(Code.CANCELLED))
-        elif self.is_ahead or self.has_come:
+        elif self.has_come:
             if world.is_down or self.life != world.life:
                 self._end(refusal(Code.UNREACHABLE))
             elif not world.is_hung:
@@ -540,9 +521,6 @@ class WorldBlocks:
 
     def mark(self):
         return self.stream.begun
-
-    def later_mark(self):
-        return WorldMark(self.stream) if self.worker.world.takes_later_marks else None
 
     def begin_save(self, key, blocks, *, pages, first_page, upto_tokens, after):
         return self._begin(key, blocks, pages, first_page, upto_tokens, after, is_load=False)
@@ -662,7 +640,6 @@ class World:
         self.wrong = []
         """What was to be shared, or handed over, and is no KV of its tokens."""
         self.is_hung = self.is_down = self.holds = False
-        self.takes_later_marks = True
         self.are_workers_late = self.refuses_rooms = self.refuses_epochs = False
         self.opens_rooms = True
         self.epoch = self.weights = 0
@@ -1036,9 +1013,6 @@ class WorldEngine:
 
     def _work(self, orders, written):
         self.worker.give_back(orders)
-        if orders.saves:
-            self.worker.ask_ahead(orders)
-            self.world.turn()
         for step in written:
             self.stream.begin(lambda step=step: self._compute(*step))
         self.worker.load(orders)
