@@ -21,6 +21,7 @@ import pytest
 from kvd.client import KvdError
 from kvd.client import connect_sync as connect
 from kvd.core.tiers.keys import keys_along, root_key
+from kvd.core.tiers.tier import parted
 from kvd.storage.objects import LONGEST_NAME
 from kvd.storage.sizes import HEAD_BYTES, object_bytes
 from kvd.types import ID_BYTES
@@ -136,7 +137,8 @@ class Tiered:
         ((names, layout),) = [
             (path, path.parent.name) for path in self.directory.glob("*/=*") if path.is_dir()
         ]
-        before = root_key(bytes.fromhex(layout), unquote(names.name[1:]))
+        namespace, _ = parted(unquote(names.name[1:]))
+        before = root_key(bytes.fromhex(layout), namespace)
         keys = keys_along(before, self.prompts[number].tobytes(), PAGE * ID_BYTES)
         name = keys[page].hex()
         return names / name[:2] / name
