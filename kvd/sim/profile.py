@@ -123,6 +123,15 @@ _TIERED = Profile(
     tier_objects=(6, 30, 300),
 )
 
+_TWO_TIERS = replace(
+    _TIERED,
+    requests_per_s=10.0,
+    pulls=0.2,
+    tier_objects=(6, 30, 300),
+    has_store_below=True,
+)
+"""A disk, and below it a store that all nodes share."""
+
 PROFILES = {
     "calm": Profile(
         fickle=0.0, lonely=0.0, pool_pages=(192,), requests_per_s=4.0, deadlines_s=(6.0,)
@@ -259,28 +268,20 @@ PROFILES = {
         shares_tier=True,
     ),
     "both": replace(
-        _TIERED,
+        _TWO_TIERS,
         faults=(
             *("storage", "storage", "damage", "damage", "damage", "flush", "engine", "daemon"),
             *("transfer", "evict", "evict", "evict", "stop", "stop", "suspend", "abort", "pin"),
             *("unpin", "flush-one"),
         ),
-        requests_per_s=10.0,
-        pulls=0.2,
-        tier_objects=(6, 30, 300),
-        has_store_below=True,
     ),
     "month": replace(
-        _TIERED,
+        _TWO_TIERS,
         faults=(
             *("storage", "storage", "damage", "damage", "damage", "flush", "engine", "daemon"),
             *("daemon", "transfer", "evict", "evict", "stop", "stop", "suspend", "abort", "pin"),
             *("unpin", "epoch"),
         ),
-        requests_per_s=10.0,
-        pulls=0.2,
-        tier_objects=(6, 30, 300),
-        has_store_below=True,
         has_epochs=True,
         burst_s=20.0,
         quiet_s=900.0,

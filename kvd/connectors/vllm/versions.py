@@ -147,6 +147,11 @@ class LoadingEngine(Protocol):
     model_executor: Any
 
 
+def _engine() -> LoadingEngine | None:
+    """The one that makes what calls this module; None: no such engine is among those who call."""
+    return next((one for one in _callers() if isinstance(one, LoadingEngine)), None)
+
+
 def hear_of_adapters(heard: Callable[[Any], None], removed: Callable[[int], None]) -> bool:
     """Have ``heard`` told of each adapter that the engine loads on its user's word, before it does.
 
@@ -159,8 +164,7 @@ def hear_of_adapters(heard: Callable[[Any], None], removed: Callable[[int], None
     Returns:
         Whether it is told: not where nobody who calls is such an engine.
     """
-    engines = (caller for caller in _callers() if isinstance(caller, LoadingEngine))
-    engine = next(engines, None)
+    engine = _engine()
     if engine is None:
         return False
     executor = engine.model_executor
@@ -216,8 +220,7 @@ def hear_of_weights(heard: Callable[[str], None]) -> bool:
     Returns:
         Whether it is told, as ``hear_of_adapters``.
     """
-    engines = (caller for caller in _callers() if isinstance(caller, LoadingEngine))
-    engine = next(engines, None)
+    engine = _engine()
     if not isinstance(engine, CallingEngine):
         return False
     call = engine.collective_rpc

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from mypy_extensions import mypyc_attr
 
-from kvd.core.cache.namespaces import base_of, names_of
+from kvd.core.cache.namespaces import names_of
 from kvd.core.effects import KeptFlush
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ class Flushes:
         """This one and its members were flushed, or everything."""
         by_name = self.by_name
         for name in list(by_name):
-            is_of_it = name is not None and namespace in {name, base_of(name)}
-            if namespace is None or is_of_it:
+            if namespace is None or (name is not None and namespace in names_of(name)):
                 del by_name[name]
         self._count += 1
         told = f"{self._life} {self._count}".encode()
