@@ -100,7 +100,7 @@ class SimSession:
         else:
             if begins is not None and host.world.profile.has_epochs:
                 prompt = begins.prompt
-                begins.prompt = prompt.computed_in(host.epochs.get(prompt.namespace, 0))
+                begins.prompt = prompt.computed_in(host.epochs.said.get(prompt.namespace, 0))
             host.feed(
                 inputs.FromClient(
                     at_s=agenda.now_s, session=self.id, message=message, tokens=tokens

@@ -166,7 +166,7 @@ class Faults:
         base = self._rng.choice(("", "lora"))
         epoch = world.epochs[base] = world.epochs.get(base, 0) + 1
         for host in world.hosts:
-            world.agenda.after(2.0 * self._rng.random(), host.raise_epoch, base, epoch)
+            world.agenda.after(2.0 * self._rng.random(), host.epochs.raise_epoch, base, epoch)
 
     def _abort(self, host: SimHost) -> None:
         room = self._world.a_recent_room()

@@ -18,11 +18,11 @@ from kvd.core.audit.invariants import violations
 from kvd.core.audit.rules import is_uncounted
 from kvd.core.handoff.drain import SETTLE_S
 from kvd.core.inspect.page_states import pools_of
-from kvd.core.leases.flushes import FlushStamp
 from kvd.core.peers.peer import Agent
 from kvd.core.rest import TICK_S, is_still, next_tick_s, tick_dues
 from kvd.errors import Code, Refusal
 from kvd.sim.engine import SimSession
+from kvd.sim.epochs import SimEpochs
 from kvd.sim.node_shell import NodeShell, incarnation
 from kvd.sim.pool import SimMemory
 from kvd.sim.storage import SimDisk, SimStorageProcess
@@ -30,7 +30,6 @@ from kvd.sim.transfer_process import SimTransferProcess
 from kvd.sim.violation import Violated, require
 from kvd.sim.worker import SimWorker
 from kvd.types import Pages, count, page_ids
-from kvd.wire.admin import RaiseEpoch
 from kvd.wire.peer import Offer
 
 if TYPE_CHECKING:
@@ -47,9 +46,6 @@ STOP_S = 0.5
 REST_S = 0.5
 """From tick to tick at most, of a daemon at rest."""
 
-KEEP_S, SAID_AGAIN_S = 0.2, 1.0
-"""At most, until what a node wants kept is on disk, and until an operator looks whether it is."""
-
 RANKS = (1, 1, 2)
 """Processes of an engine that copies."""
 
@@ -59,14 +55,6 @@ LINGERS_S = 1.0
 SWEEPS, SWEEP_WORK = 0.2, 40
 """Share of ticks with a turn of the standing audit, and so little work at each that every sweep is
 cut in the middle of its phases."""
-
-
-class KeptWrite(msgspec.Struct, frozen=True):
-    """What a node wants kept, on its way to a disk."""
-
-    ticket: int
-    epochs: dict[str, int]
-    flushed: dict[str | None, FlushStamp]
 
 
 class SimHost(NodeShell):
@@ -97,12 +85,7 @@ class SimHost(NodeShell):
         self.disks: dict[str, SimDisk[int]] = {
             tier.name: self._disk_of(tier) for tier in settings.tiers
         }
-        self.epochs: dict[str, int] = {}
-        """Of each base that was said to this life to have new weights."""
-        self.kept_epochs: dict[str, int] = {}
-        self.flushed: dict[str | None, FlushStamp] = {}
-        """What is on disk of epochs, and of what was flushed."""
-        self._writing: KeptWrite | None = None
+        self.epochs = SimEpochs(self, world.agenda, world.rng, is_found=world.profile.has_epochs)
         self._n_sessions = self._n_workers = 0
         self._seq = 0
         self._balance = (-1, -1)
@@ -136,9 +119,7 @@ class SimHost(NodeShell):
         self._seq = 0
         self._balance = (-1, -1)
         self._n_sessions = 0
-        self.epochs = dict(self.kept_epochs)
-        if world.profile.has_epochs or self.flushed:
-            self._find_kept()
+        self.epochs.begin_life()
         self.attach()
         self.transfer = SimTransferProcess(self, 1)
         self.transfer.start("start")
@@ -167,9 +148,7 @@ class SimHost(NodeShell):
     def crash(self) -> None:
         """The daemon dies with its engines and its transfer process."""
         self.is_up = False
-        if self._writing is not None and self.world.rng.random() < 0.5:
-            self._has_kept(self._writing)  # and nobody was told
-        self._writing = None
+        self.epochs.end_life()
         self.session.die()
         self.transfer.die()
         if self.storage is not None:
@@ -311,57 +290,13 @@ class SimHost(NodeShell):
             self.transfer = SimTransferProcess(self, old.generation + 1)
             self.transfer.start(why)
 
-    def _find_kept(self) -> None:
-        """The daemon before has kept it."""
-        now_s = self.world.agenda.now_s
-        flushes = [
-            effects.KeptFlush(namespace=name, stamp=of.stamp, ago_s=now_s - of.at_s)
-            for name, of in self.flushed.items()
-        ]
-        self.feed(inputs.EpochsFound(at_s=now_s, by_base=dict(self.epochs), flushes=tuple(flushes)))
-
     @override
     def keep_epochs(self, effect: effects.KeepEpochs) -> None:
-        agenda = self.world.agenda
-        flushed = {
-            flush.namespace: FlushStamp(flush.stamp, agenda.now_s - flush.ago_s)
-            for flush in effect.flushes
-        }
-        self._writing = write = KeptWrite(effect.ticket, dict(effect.by_base), flushed)
-        agenda.after(KEEP_S * self.world.rng.random(), self._keep, write, self.life)
-
-    def _keep(self, write: KeptWrite, life: int) -> None:
-        """It is on disk, unless the daemon has died before; what was written is heard of later."""
-        if self.life == life and self.is_up:
-            self._has_kept(write)
-            self._kept(write.ticket, life)
-
-    def _has_kept(self, write: KeptWrite) -> None:
-        self.kept_epochs, self.flushed = write.epochs, write.flushed
-        self._writing = None
-
-    def _kept(self, ticket: int, life: int) -> None:
-        agenda = self.world.agenda
-        if self.life != life or not self.is_up:
-            return
-        if self.asleep_until_s > agenda.now_s:
-            agenda.at(self.asleep_until_s, self._kept, ticket, life)
-        else:
-            self.feed(inputs.EpochsKept(agenda.now_s, ticket))
+        self.epochs.keep(effect)
 
     def damage(self, place: int) -> None:
         """An object of one of its tiers lies from now on, or is gone."""
         list(self.disks.values())[place % len(self.disks)].damage(place)
-
-    def raise_epoch(self, base: str, epoch: int) -> None:
-        """An operator says that a base has new weights, until it is on disk here."""
-        agenda = self.world.agenda
-        if self.kept_epochs.get(base, 0) >= epoch:
-            return
-        if self.is_up and self.asleep_until_s <= agenda.now_s:
-            self.epochs[base] = max(epoch, self.epochs.get(base, 0))
-            self.ask(RaiseEpoch(1, base, epoch))
-        agenda.after(SAID_AGAIN_S, self.raise_epoch, base, epoch)
 
     @override
     def order_storage(self, order: effects.StorageOrder) -> None:

@@ -359,7 +359,7 @@ class SimTierLane:
         Of a store that is so until what was there is as old as it may get.
         """
         host, now_s = self.host, self._agenda.now_s
-        flush = last_flush(host.flushed, parted(order.namespace)[0])
+        flush = last_flush(host.epochs.flushed, parted(order.namespace)[0])
         lifetime_s = max([tier.lifetime_s for tier in host.settings.tiers])
         if flush is None or (self._is_shared and now_s - flush.at_s >= lifetime_s):
             return

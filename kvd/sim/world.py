@@ -477,8 +477,8 @@ def _unfinished(host: SimHost) -> list[str]:
         "questions to a store": node.tiers.promotions.probes.under_way,
     }
     left = [f"{host.name}: {len(place)} {name}" for name, place in places.items() if place]
-    if host.kept_epochs != host.world.epochs:
-        left.append(f"{host.name}: epochs {host.kept_epochs} of {host.world.epochs}")
+    if host.epochs.kept != host.world.epochs:
+        left.append(f"{host.name}: epochs {host.epochs.kept} of {host.world.epochs}")
     quieting = host.transfer.inbound.asked + len(host.transfer.inbound.questions)
     if quieting:
         left.append(f"{host.name}: {quieting} orders to say quiet")
