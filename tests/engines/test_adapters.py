@@ -28,6 +28,8 @@ IN_CHUNKS = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 64}
 WAYS = ("in place", "renamed", "linked")
 STATES = {"waiting": 1, "chunks": 3, "decode": 20}
 """By when the files are replaced, behind how many steps."""
+SMALL = prompt(20, 77)
+"""Of which nothing is cached: with it vLLM reads an adapter."""
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +49,34 @@ class Swapped:
     """An adapter for each way to replace its files, and a prompt for each."""
 
     def __init__(self, models, directory):
-        self.models = models
+        self.by = str(models / "adapter-2")
         self.ids = {how: prompt(300, seed) for seed, how in enumerate(WAYS)}
         self.paths = {how: directory / how.replace(" ", "-") for how in WAYS}
         for path in self.paths.values():
             shutil.copytree(models / "adapter", path)
 
-    def asks(self, when, **more):
-        """Those in which the files of each are replaced."""
-        by = str(self.models / "adapter-2")
-        found = []
+    def plays(self, when, **more):
+        """Those in which the files of each are replaced: its request is the one that ``ran``.
+
+        While it waits behind one of another adapter, or amid its chunks, or its answer.
+        """
         for number, how in enumerate(WAYS, 2):
-            swap = {"how": how, "when": when, "by": by, "busy": ["busy", 1, by]}
-            lora = ["mine", number, str(self.paths[how])]
-            found.append(
-                {"lora": lora, "ids": self.ids[how], "swap": swap, "steps": STATES[when]} | more
-            )
-        return found
+            path = str(self.paths[how])
+            busy = ["ask", "busy", [5] * 40, ["busy", 1, self.by], {"max_tokens": 4}]
+            yield [
+                *([busy, ["steps", 1]] if when == "waiting" else []),
+                ["ask", "ran", self.ids[how], ["mine", number, path], more],
+                ["steps", STATES[when]],
+                ["replace", how, path, self.by],
+                *([] if when == "waiting" else [["remove", number]]),
+            ]
+
+    def ran(self, forks, model, daemon, when, more=None, **engine):
+        """What each is answered so, and what the engine has logged."""
+        asks = [WARM, *({"play": play} for play in self.plays(when, **(more or {})))]
+        found, log = forks.run(model, daemon, asks, PATIENT, **engine)
+        assert isinstance(found, list), log[-3000:]
+        return [one["ran"]["tokens"] for one in found[1:]], log
 
 
 @pytest.fixture
@@ -72,7 +85,9 @@ def swapped(models, tmp_path):
 
 
 def of_first(models, prompts):
-    return [{"lora": ["mine", 1, str(models / "adapter")], "ids": ids} for ids in prompts]
+    """Asks of the first adapter, behind one with which it is read."""
+    lora = ["mine", 1, str(models / "adapter")]
+    return [{"lora": lora, "ids": ids} for ids in (SMALL, *prompts)]
 
 
 @pytest.mark.parametrize("when", STATES)
@@ -80,10 +95,10 @@ def test_what_is_computed_by_other_files_is_found_by_nobody(
     forks, models, tmp_path, swapped, computed, when
 ):
     with one_daemon(tmp_path, pool_of(4)) as daemon:
-        asks = [WARM, *swapped.asks(when, max_tokens=100)]
-        found = forks.answers(models / "model", daemon, asks, PATIENT, **LORA, **IN_CHUNKS)[1:]
-        turns = [[*swapped.ids[how], *ran["tokens"]] for how, ran in zip(WAYS, found, strict=True)]
-        again = [WARM, *of_first(models, turns)]
+        more = {"max_tokens": 100}
+        ran, _ = swapped.ran(forks, models / "model", daemon, when, more, **LORA | IN_CHUNKS)
+        turns = [[*swapped.ids[how], *tokens] for how, tokens in zip(WAYS, ran, strict=True)]
+        again = of_first(models, turns)
         answers = forks.answers(models / "model", daemon, again, PATIENT, **LORA)[1:]
     assert [answer["tokens"] for answer in answers] == computed("adapter", turns)
     if when == "decode":
@@ -93,31 +108,166 @@ def test_what_is_computed_by_other_files_is_found_by_nobody(
 def test_a_request_that_has_found_it_before_its_files_are_replaced_computes_it(
     forks, models, tmp_path, swapped, computed
 ):
+    """An adapter that vLLM has not read, or may drop, is loaded nothing for."""
+    prompts = list(swapped.ids.values())
     with one_daemon(tmp_path, pool_of(4)) as daemon:
-        prompts = list(swapped.ids.values())
-        first = [WARM, *of_first(models, prompts)]
-        mine = [one["tokens"] for one in forks.answers(models / "model", daemon, first, **LORA)[1:]]
-        asks = [WARM, *swapped.asks("waiting")]
-        found, log = forks.run(models / "model", daemon, asks, PATIENT, **LORA)
-    tokens = [answer["tokens"] for answer in found[1:]]
+        first = of_first(models, prompts)
+        answers = forks.answers(models / "model", daemon, first, PATIENT, **LORA)[1:]
+        tokens, log = swapped.ran(forks, models / "model", daemon, "waiting", **LORA)
     assert tokens == computed("adapter-2", prompts)
-    assert tokens != mine
-    assert log.count("Recovered from KV load failure") == len(WAYS), "it was found, and taken back"
-    assert "vLLM has read other files at" in log
+    assert tokens != [answer["tokens"] for answer in answers]
+    assert "Recovered from KV load failure" not in log
+    assert "since this engine began" not in log, "its name was known when it was asked"
 
 
-@pytest.mark.xfail(strict=True, reason="a request of unknown files is not held against a load")
-def test_nobody_goes_on_from_what_was_loaded_for_a_request_that_has_left(
-    forks, models, tmp_path, swapped, computed
-):
-    """VLLM finds it in its own cache by name and path, and has read other files by then."""
-    ids, path = swapped.ids["renamed"], str(swapped.paths["renamed"])
-    by = str(models / "adapter-2")
+def test_an_adapter_is_loaded_for_from_its_second_request_on(forks, models, tmp_path, computed):
+    """Or from its first one, where its user has had it read, and the engine goes on by itself."""
+    ids = prompt(300, 21)
+    lora = ["mine", 1, str(models / "adapter")]
+    ask = ["ask", "it", ids, lora]
+    plays = (
+        [ask],
+        [["ask", "first", SMALL, lora], ["end"], ask],
+        [["load", lora], ["settle"], ask],
+    )
     with one_daemon(tmp_path, pool_of(4)) as daemon:
-        forks.answers(models / "model", daemon, [WARM, *of_first(models, [ids])], PATIENT, **LORA)
-        ask = {"lora": ["mine", 1, path], "ids": ids, "left": {"by": by, "busy": ["busy", 9, by]}}
-        found = forks.answers(models / "model", daemon, [WARM, ask], PATIENT, **LORA)
-    assert found[-1]["tokens"] == computed("adapter-2", [ids])[0]
+        found = [
+            forks.answers(models / "model", daemon, [WARM, {"play": one}], PATIENT, **LORA)
+            for one in ([ask], *plays)
+        ]
+    answers = [one[-1]["it"] for one in found]
+    assert [one["cached"] for one in answers] == [0, 0, 288, 288]
+    assert [one["tokens"] for one in answers] == computed("adapter", [ids]) * 4
+
+
+# ---- between a load and the first step behind it -------------------------------------------------
+
+
+class Waiting:
+    """A prompt of an adapter that lies in the pool, and a request for it that is loaded.
+
+    It waits, since a request of another adapter is running, until something happens to its own.
+    """
+
+    def __init__(self, forks, models, directory):
+        self.forks, self.model = forks, models / "model"
+        self.path, self.by = str(directory / "mine"), str(models / "adapter-2")
+        shutil.copytree(models / "adapter", self.path)
+        self.ids = prompt(300, 31)
+        self.mine, self.busy = ["mine", 1, self.path], ["busy", 2, self.by]
+        self.replaced = ["replace", "renamed", self.path, self.by]
+
+    def then(self, daemon, acts, state="waits", **engine):
+        """What is answered behind that, and how often a load has waited so."""
+        play = [
+            ["ask", "read", SMALL, self.mine],
+            ["end"],
+            ["ask", "read too", SMALL, self.busy],
+            ["end"],
+            ["hold"],
+            ["ask", "left", self.ids, self.mine, {"priority": 1}],
+            ["until", "loading", "left"],
+            ["ask", "busy", [5] * 40, self.busy, {"max_tokens": 40, "priority": 1}],
+            ["until", "runs", "busy"],
+            *([] if state == "loading" else [["release"], ["until", state, "left"]]),
+            *acts,
+            ["release"],
+        ]
+        engine = LORA | {"max_cpu_loras": 2} | engine
+        asks = [WARM, {"ids": self.ids, "lora": self.mine}]
+        self.forks.answers(self.model, daemon, asks, PATIENT, **LORA)
+        found, log = self.forks.run(self.model, daemon, [WARM, {"play": play}], PATIENT, **engine)
+        assert isinstance(found, list), f"{found}\n{log[-3000:]}"
+        return found[-1]
+
+
+@pytest.fixture
+def waiting(forks, models, tmp_path):
+    return Waiting(forks, models, tmp_path)
+
+
+def acts_of(waiting, what):
+    """What vLLM reads the adapter anew by, and who is answered behind it."""
+    again = ["ask", "again", waiting.ids, waiting.mine]
+    third = ["load", ["third", 3, waiting.by]]
+    return {
+        "removed": ([waiting.replaced, ["remove", 1]], "left"),
+        "loaded in place": ([["load_in_place", ["mine", 1, waiting.by]]], "left"),
+        "a third one": ([waiting.replaced, third], "left"),
+        "aborted": ([waiting.replaced, ["abort", "left"], again, ["remove", 1]], "again"),
+        "found": ([waiting.replaced, again, ["abort", "left"], ["remove", 1]], "again"),
+        "removed before": ([waiting.replaced, ["remove", 1], again, ["abort", "left"]], "again"),
+    }[what]
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlapping"])
+@pytest.mark.parametrize("state", ["loading", "waits"])
+@pytest.mark.parametrize(
+    "what", ["removed", "loaded in place", "a third one", "aborted", "found", "removed before"]
+)
+def test_what_was_loaded_before_it_is_read_anew_is_not_gone_on_from(
+    waiting, computed, tmp_path, what, state, overlaps
+):
+    acts, name = acts_of(waiting, what)
+    with one_daemon(tmp_path, pool_of(4)) as daemon:
+        found = waiting.then(daemon, acts, state, overlaps=overlaps)
+    assert found[name]["tokens"] == computed("adapter-2", [waiting.ids])[0]
+    assert found[name]["cached"] == 0
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlapping"])
+def test_what_was_loaded_is_gone_on_from_where_nothing_happens(
+    waiting, computed, tmp_path, overlaps
+):
+    """Whatever lies at its path by now: vLLM has what it has read. The negative control."""
+    again = ["ask", "again", waiting.ids, waiting.mine]
+    with one_daemon(tmp_path, pool_of(4)) as daemon:
+        found = waiting.then(daemon, [waiting.replaced, again], overlaps=overlaps)
+    (own,) = computed("adapter", [waiting.ids])
+    assert [found[name]["tokens"] for name in ("left", "again")] == [own, own]
+    assert [found[name]["cached"] for name in ("left", "again")] == [288, 288]
+
+
+def test_one_that_has_left_is_found_by_nobody_and_vllm_computes_by_what_it_has(
+    waiting, computed, tmp_path
+):
+    again = ["ask", "again", waiting.ids, waiting.mine]
+    with one_daemon(tmp_path, pool_of(4)) as daemon:
+        found = waiting.then(daemon, [waiting.replaced, again, ["abort", "left"]])
+    assert found["again"]["tokens"] == computed("adapter", [waiting.ids])[0]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"scheduling_policy": "priority"},
+        {"max_loras": 2, "max_num_seqs": 1, "scheduling_policy": "priority"},
+    ],
+    ids=["priorities", "one at a time"],
+)
+def test_whoever_runs_first(waiting, computed, tmp_path, engine):
+    """A request that came later, and has the lower number."""
+    again = ["ask", "again", waiting.ids, waiting.mine, {"priority": 0}]
+    acts = [waiting.replaced, ["remove", 1], again]
+    state = "filled" if "max_num_seqs" in engine else "waits"
+    with one_daemon(tmp_path, pool_of(4)) as daemon:
+        found = waiting.then(daemon, acts, state, **engine)
+    (wanted,) = computed("adapter-2", [waiting.ids])
+    assert [found[name]["tokens"] for name in ("left", "again")] == [wanted, wanted]
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlapping"])
+@pytest.mark.parametrize("reset", [False, True], ids=["", "reset"])
+def test_what_was_loaded_before_the_models_weights_change_is_not_gone_on_from(
+    waiting, forks, tmp_path, reset, overlaps
+):
+    """VLLM resets nothing itself: a request is running."""
+    acts = [["flip"], *([["reset"]] if reset else [])]
+    with one_daemon(tmp_path, pool_of(4)) as daemon:
+        found = waiting.then(daemon, acts, overlaps=overlaps)
+    alone = [["flip"], ["ask", "left", waiting.ids, waiting.mine]]
+    (wanted,) = forks.answers(waiting.model, None, [{"play": alone}], **LORA)
+    assert found["left"]["tokens"] == wanted["left"]["tokens"]
 
 
 def test_what_vllm_finds_of_another_number_is_not_cached_as_its_own(
@@ -126,16 +276,16 @@ def test_what_vllm_finds_of_another_number_is_not_cached_as_its_own(
     """Its own cache goes by name and path, and one number had other weights under these."""
     ids = prompt(300, 12)
     path, other = (str(models / name) for name in ("adapter", "adapter-2"))
-    loaded = {"inplace": ["mine", 1, other], "steps": 2}
+    play = [
+        ["ask", "first", ids, ["mine", 1, path]],
+        ["steps", 2],
+        ["load_in_place", ["mine", 1, other]],
+    ]
     with one_daemon(tmp_path, pool_of(4)) as daemon:
-        asks = [
-            WARM,
-            {"lora": ["mine", 1, path], "ids": ids, **loaded},
-            {"lora": ["mine", 2, path], "ids": ids},
-        ]
+        asks = [WARM, {"play": play}, {"lora": ["mine", 2, path], "ids": ids}]
         found = forks.answers(models / "model", daemon, asks, PATIENT, **LORA, **IN_CHUNKS)
         assert found[-1]["cached"] >= 256, "vLLM does find it"
-        again = [WARM, *of_first(models, [ids])]
+        again = of_first(models, [ids])
         answers = forks.answers(models / "model", daemon, again, PATIENT, **LORA)[1:]
     assert [answer["tokens"] for answer in answers] == computed("adapter", [ids])
 
@@ -151,22 +301,22 @@ def test_another_node_is_sent_none_of_it(forks, models, tmp_path, swapped, compu
             forks, models / "model", (pair.prefill, engine | IN_CHUNKS), (pair.decode, engine)
         ) as (p, d),
     ):
+        d.ask(SMALL, lora=mine)
         told = p.ask(ids, lora=mine, max_tokens=1, params=TO_DECODE)["params"]
         answer = d.ask(ids, lora=mine, params=told)
         assert (answer["cached"], answer["tokens"]) == (199, own)
-        for room, (ask, tokens) in enumerate(
-            zip(swapped.asks("chunks", max_tokens=1), wanted, strict=True), 77
-        ):
+        for room, how, tokens in zip((77, 78, 79), WAYS, wanted, strict=True):
             # The decode engine is there while it is computed, and is sent what is.
             here = {"v": 1, "peer": "p", "room": str(room), "soon": True}
+            opens = TO_DECODE | {"kvd": {"v": 1, "opens": str(room)}}
+            plays = swapped.plays("chunks", max_tokens=1, params=opens)
             answers = []
             waits = threading.Thread(
-                target=lambda ids=ask["ids"], here=here, answers=answers: answers.append(
+                target=lambda ids=swapped.ids[how], here=here, answers=answers: answers.append(
                     d.ask(ids, lora=mine, params={"do_remote_prefill": True, "kvd": here})
                 )
             )
             waits.start()
-            opens = TO_DECODE | {"kvd": {"v": 1, "opens": str(room)}}
-            p.ask(ask.pop("ids"), params=opens, **ask)
+            p.ask([], play=dict(zip(WAYS, plays, strict=True))[how])
             waits.join()
             assert answers[0]["tokens"] == tokens

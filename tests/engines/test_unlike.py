@@ -18,7 +18,7 @@ import pytest
 from tests.connectors.vllm.configs import RECORDED
 from tests.engines.engine import TO_DECODE
 from tests.engines.environment import PYTHON
-from tests.engines.forks import IDS
+from tests.engines.forks import IDS, WARM
 from tests.support.daemons import one_daemon
 
 pytestmark = [
@@ -148,9 +148,11 @@ LORA = {"enable_lora": True, "max_lora_rank": 8}
 def test_another_adapter_under_the_same_name_and_path(forks, daemon, models, tmp_path):
     path = tmp_path / "adapter"
     shutil.copytree(models / "adapter", path)
-    asks = [{"lora": ["mine", 1, str(path)]}]
-    (first,) = forks.answers(models / "model", daemon, asks, **LORA)
-    (again,) = forks.answers(models / "model", daemon, asks, **LORA)
+    lora = ["mine", 1, str(path)]
+    # What an engine has not read it loads nothing for.
+    asks = [WARM | {"lora": lora}, {"lora": lora}]
+    _, first = forks.answers(models / "model", daemon, asks, **LORA)
+    _, again = forks.answers(models / "model", daemon, asks, **LORA)
     assert (first["cached"], again["cached"]) == (0, CACHED)
     assert first["tokens"] == again["tokens"]
     shutil.copy2(models / "adapter-2" / "adapter_model.safetensors", path)
@@ -163,15 +165,15 @@ def test_another_adapter_under_the_same_name_and_path(forks, daemon, models, tmp
 def test_another_adapter_is_loaded_in_place_while_a_request_runs(forks, daemon, models):
     """As ``/v1/load_lora_adapter`` does it with ``load_inplace``."""
     mine, other = (["mine", 1, str(models / name)] for name in ("adapter", "adapter-2"))
-    beside = {"lora": mine, "inplace": other, "steps": 10, "max_tokens": 150}
-    (ran,) = forks.answers(models / "model", daemon, [beside], **LORA)
-    ids = [*IDS, *ran["tokens"]]
-    found, alone = (
-        forks.answers(models / "model", where, [{"lora": mine, "ids": ids}], **LORA)
-        for where in (daemon, None)
+    play = [["ask", "ran", IDS, mine, {"max_tokens": 150}], ["steps", 10], ["load_in_place", other]]
+    (ran,) = forks.answers(models / "model", daemon, [{"play": play}], **LORA)
+    ids = [*IDS, *ran["ran"]["tokens"]]
+    asks = [WARM | {"lora": mine}, {"lora": mine, "ids": ids}]
+    (_, found), (_, alone) = (
+        forks.answers(models / "model", where, asks, **LORA) for where in (daemon, None)
     )
-    assert found[0]["tokens"] == alone[0]["tokens"]
-    assert found[0]["cached"] == CACHED, "what is of its own weights is found"
+    assert found["tokens"] == alone["tokens"]
+    assert found["cached"] == CACHED, "what is of its own weights is found"
 
 
 def test_the_log_says_what_an_engine_is_of_and_where_two_differ(forks, daemon, models):

@@ -6,12 +6,10 @@ An engine so starts in a few seconds. Run by the interpreter of an environment t
 has ``ids``, and may have ``lora``, ``params``, ``reset`` (``drop``: of vLLM's own cache alone) and
 files to ``copy`` before, ``max_tokens`` and what else ``SamplingParams`` takes (``sampling``),
 prompts that are asked beside it (``more``), the priority of each (``priority``), after how many
-steps it is taken back (``abort``) or another adapter is loaded in the place of its own
-(``inplace``, with how many ``steps``), how the files of its adapter are replaced while it waits or
-runs (``swap``: see ``swap_beside``; ``left``: behind one that was taken back), what is called of
-all workers before (``call``), whether the caches are reset ``amid`` it, after so many ``steps``,
-and ``bytes``: then its answer has a digest
-of each block that vLLM can find again, by what vLLM finds it by. Out: the answers of each ask, or
+steps it is taken back (``abort``), what is called of all workers before (``call``), whether the
+caches are reset ``amid`` it, after so many ``steps``, and ``bytes``: then its answer has a digest
+of each block that vLLM can find again, by what vLLM finds it by. In its place there may be a
+``play`` of several requests, see ``vllm_plays``. Out: the answers of each ask, or
 ``{"error": ...}`` if the engine does not start. ``breaks``: every load fails, in the ``worker``
 that should copy it, or before that in the ``scheduler``.
 
@@ -29,6 +27,8 @@ import os
 import shutil
 import sys
 import traceback
+
+from vllm_plays import Play, flip, overlap_batches
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -87,6 +87,8 @@ def started(asked):
         break_loads(asked["breaks"])
     note_preemptions()
     fork_ranks()
+    if asked["engine"].pop("overlaps", False):
+        overlap_batches()
     return LLM(enforce_eager=True, disable_log_stats=True, **how | asked["engine"])
 
 
@@ -105,6 +107,8 @@ def answers_of(engine, ask):
     from vllm import SamplingParams  # noqa: PLC0415 - as above
     from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
+    if "play" in ask:
+        return [Play(engine.llm_engine).of(ask["play"])]
     if ask.get("copy"):
         shutil.copyfile(*ask["copy"])
     if ask.get("reset") or ask.get("drop"):
@@ -123,14 +127,8 @@ def answers_of(engine, ask):
         abort_one(engine.llm_engine, ask, sampling)
         return []
     lora = LoRARequest(*ask["lora"]) if ask.get("lora") else None
-    if "inplace" in ask:
-        return [load_beside(engine.llm_engine, ask, sampling, lora)]
     if "amid" in ask:
         return [reset_beside(engine.llm_engine, ask, sampling)]
-    if "left" in ask:
-        return [leave_filled(engine.llm_engine, ask, sampling, lora)]
-    if "swap" in ask:
-        return [swap_beside(engine.llm_engine, ask, sampling, lora)]
     prompts = [{"prompt_token_ids": ids} for ids in (ask["ids"], *ask.get("more", ()))]
     found = [
         {
@@ -227,31 +225,8 @@ def abort_one(engine, ask, sampling):
         engine.step()
 
 
-def load_beside(engine, ask, sampling, lora):
-    """Ask, go so many steps, and load another adapter in the place of its own."""
-    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - as above
-
-    prompt = {"prompt_token_ids": ask["ids"]}
-    engine.add_request("beside", prompt, sampling, lora_request=lora)
-    for _ in range(ask["steps"]):
-        engine.step()
-    assert engine.add_lora(LoRARequest(*ask["inplace"], load_inplace=True))
-    tokens = []
-    while engine.has_unfinished_requests():
-        for out in engine.step():
-            tokens = list(out.outputs[0].token_ids)
-    return {"tokens": tokens}
-
-
 def call_workers(engine, method, how):
     """By which the weights of the model may be changed."""
-
-    def flip(model):
-        for name, weight in model.named_parameters():
-            # What a processor multiplies by was packed elsewhere; norms are read as they are.
-            if "layernorm" in name:
-                weight.data[::2] *= -1
-
     if method == "apply_model":
         engine.apply_model(flip)
     elif method == "a function":
@@ -269,83 +244,6 @@ def reset_beside(engine, ask, sampling):
     while engine.has_unfinished_requests():
         engine.step()
     return {"said": said}
-
-
-def replace_files(how, at, by):
-    """Those at one path have the bytes of another one's from now on."""
-    name = "adapter_model.safetensors"
-    if how == "in place":
-        with open(f"{by}/{name}", "rb") as source, open(f"{at}/{name}", "r+b") as target:
-            shutil.copyfileobj(source, target)
-    elif how == "renamed":
-        shutil.copyfile(f"{by}/{name}", f"{at}/new")
-        os.replace(f"{at}/new", f"{at}/{name}")
-    else:
-        assert how == "linked"
-        os.rename(at, f"{at}.former")
-        os.symlink(by, at)
-
-
-def swap_beside(engine, ask, sampling, lora):
-    """Ask, and have vLLM drop its adapter, and read other files at the same path.
-
-    ``swap``: ``how`` the files are replaced, ``by`` which; ``when``: while the request waits behind
-    one of another adapter (``busy``), or amid its ``chunks``, or its answer (``decode``).
-    """
-    from vllm import SamplingParams  # noqa: PLC0415 - as above
-    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - as above
-
-    swap = ask["swap"]
-    if swap["when"] == "waiting":
-        more = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
-        other = LoRARequest(*swap["busy"])
-        engine.add_request("busy", {"prompt_token_ids": [5] * 40}, more, lora_request=other)
-        engine.step()
-    engine.add_request("beside", {"prompt_token_ids": ask["ids"]}, sampling, lora_request=lora)
-    for _ in range(ask["steps"]):
-        engine.step()
-    replace_files(swap["how"], lora.lora_path, swap["by"])
-    if swap["when"] != "waiting":
-        assert engine.remove_lora(lora.lora_int_id)
-    told = {}
-    while engine.has_unfinished_requests():
-        for out in engine.step():
-            if out.finished and out.request_id.startswith("beside"):
-                told = {
-                    "tokens": list(out.outputs[0].token_ids),
-                    "cached": out.num_cached_tokens,
-                    "params": out.kv_transfer_params,
-                }
-    return told
-
-
-def leave_filled(engine, ask, sampling, lora):
-    """Ask, and take it back when its blocks are filled, and another adapter keeps it waiting.
-
-    Then other files lie at its path, and the same is asked again. ``left``: ``by`` which, and who
-    is ``busy``.
-    """
-    from vllm import SamplingParams  # noqa: PLC0415 - as above
-    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - as above
-
-    more = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
-    other = LoRARequest(*ask["left"]["busy"])
-    prompt = {"prompt_token_ids": ask["ids"]}
-    engine.add_request("left", prompt, sampling, lora_request=lora)
-    engine.step()
-    engine.add_request("busy", {"prompt_token_ids": [5] * 40}, more, lora_request=other)
-    for _ in range(10):
-        engine.step()
-    replace_files("renamed", lora.lora_path, ask["left"]["by"])
-    engine.add_request("again", prompt, sampling, lora_request=lora)
-    engine.step()
-    engine.abort_request(["left"])
-    told = {}
-    while engine.has_unfinished_requests():
-        for out in engine.step():
-            if out.finished and out.request_id.startswith("again"):
-                told = {"tokens": list(out.outputs[0].token_ids), "cached": out.num_cached_tokens}
-    return told
 
 
 def serve_one(asked, answers):

@@ -12,6 +12,8 @@ import os
 import sys
 import time
 
+from vllm_plays import overlap_batches
+
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_ALLOW_INSECURE_SERIALIZATION="1",
@@ -25,19 +27,6 @@ os.environ.update(
 IDS = list(range(100, 400))
 MOST_STEPS = 5000
 SETTLED_S = 10.0
-
-
-def overlap_batches():
-    """Asynchronous scheduling, which vLLM turns off where it computes by processors."""
-    from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415
-
-    check = CpuPlatform.check_and_update_config
-
-    def checked(_platform, vllm_config):
-        check(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    CpuPlatform.check_and_update_config = classmethod(checked)
 
 
 class Engine:

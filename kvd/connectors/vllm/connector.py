@@ -47,6 +47,7 @@ from kvd.connectors.vllm.scheduler import SchedulerHalf
 from kvd.connectors.vllm.stats import KvdPromMetrics, KvdStats
 from kvd.connectors.vllm.under_way import SchedulerBlocks
 from kvd.connectors.vllm.versions import (
+    ADAPTERS_BY_NAME,
     HEARS_OF_REQUESTS,
     LAYOUTS,
     CacheHitSource,
@@ -64,8 +65,6 @@ from kvd.connectors.vllm.weights import Adapters, process_began_ns
 from kvd.connectors.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
@@ -79,6 +78,7 @@ if TYPE_CHECKING:
     from kvd.client import SyncNode
     from kvd.connectors.vllm.layout import LayerGroup
     from kvd.connectors.vllm.orders import StepOrders
+    from kvd.connectors.vllm.weights import AdapterView
 
 NAME: Final = "KvdConnector"
 
@@ -164,7 +164,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
                 since_ns=self._since_ns,
                 rules=adapter_rules(vllm_config.lora_config),
                 by_path=self._options.adapters == "path",
-                room=attribute(vllm_config.lora_config, "max_cpu_loras") or 0,
+                room=_adapters_kept(vllm_config),
+                by_name=ADAPTERS_BY_NAME,
             )
             self._scheduler = SchedulerHalf(
                 self._options,
@@ -188,6 +189,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
                 ranks=ranks,
             )
             if vllm_config.lora_config is not None:
+                self._worker.adapters.by_name = ADAPTERS_BY_NAME
                 see_adapters_read(self._worker.adapters.read)
 
     # ---- the scheduler's half ----------------------------------------------------------------
@@ -196,9 +198,16 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         """Have both told of what vLLM does with its adapters."""
         adapters = self._adapters
         adapters.on_other_weights = scheduler.forget_adapter
-        adapters.hears_of_loads = hear_of_adapters(adapters.loads, adapters.removes)
+        adapters.on_doubt = scheduler.doubt_adapters
+        adapters.numbers_here = scheduler.adapters_here
         scheduler.adapter_stays = adapters.stays
-        scheduler.takes_back = _takes_back(self._config, self._groups)
+
+        def loads(adapter: AdapterView) -> None:
+            """What is read is said in a step."""
+            adapters.loads(adapter)
+            scheduler.wants_word = True
+
+        adapters.hears_of_loads = hear_of_adapters(loads, adapters.removes)
 
     def _connect(self, engine: str | None, cache: KVCacheConfig, ranks: int) -> SyncNode:
         """A session with a daemon whose pool fits; the workers know more of their blocks later."""
@@ -326,7 +335,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """See ``SchedulerHalf.given_blocks``."""
         if num_external_tokens:
-            self._blocks.fills(request)
+            self._blocks.fills(request, num_external_tokens)
             if self._failed is not None:
                 self._failed.waits(request.request_id, num_external_tokens)
         else:
@@ -366,16 +375,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             self._adapters.read_by_workers(told.report.adapters)
         if connector_output.invalid_block_ids:
             self._half.spoiled(connector_output.invalid_block_ids)
-        stale = self._half.reported(
-            told.report if isinstance(told, KvdWorkerMetadata) else None,
-            loaded=connector_output.finished_recving or (),
-            failed=connector_output.failed_recving
-            if self._failed is None
-            else self._failed.named(connector_output.invalid_block_ids, self._blocks.of),
-        )
-        if stale:
-            # vLLM reads whose blocks are filled behind this call, and whose are not before it.
-            connector_output.finished_recving = (connector_output.finished_recving or set()) - stale
+        self._half.reported(told.report if isinstance(told, KvdWorkerMetadata) else None)
         for request_id in connector_output.finished_recving or ():
             self._blocks.filled(request_id)
         if self._failed is not None:
@@ -432,6 +432,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def _weights_change(self, by: str) -> None:
         """Something is about to be called that may change the model's weights."""
         self._changed_by = by
+        self._adapters.all_go()
         needs_reset = self._half.weights_change(by)
         if not needs_reset and self._agreed is not None:
             self._identify(self._agreed)
@@ -524,15 +525,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         return found.finished_sending, found.finished_recving
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of loads that failed, where vLLM does not hear of their requests.
-
-        And those whose adapter was read anew, with other weights, in the step that goes on from
-        them.
-        """
-        worker, failed = self._worker, self._failed
-        assert worker is not None
-        unlike = worker.take_unlike() if worker.unlike else set()
-        return unlike | failed.take() if failed is not None else unlike
+        """Blocks of loads that failed, where vLLM does not hear of their requests."""
+        return self._failed.take() if self._failed is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What has become of orders; and how blocks are packed, if that was not said before."""
@@ -645,17 +639,15 @@ def _checked_groups(
     return groups
 
 
-def _takes_back(config: VllmConfig, groups: Sequence[LayerGroup]) -> bool:
-    """Whether what a step has computed can be taken back: see ``SchedulerHalf.takes_back``.
+def _adapters_kept(config: VllmConfig) -> int:
+    """So many adapters vLLM keeps, once it has read them.
 
-    vLLM finds out whose blocks these are in models of one group alone, and what lies before them
-    must be there still. Where batches overlap, the next step of the same request is under way by
-    then, and its token counts.
+    Engines in step with others (data parallel ones of a model with experts) drop all in each empty
+    step that they make for these.
     """
-    overlaps = attribute(config.scheduler_config, "async_scheduling")
-    stages = config.parallel_config.pipeline_parallel_size
-    is_plain = len(groups) == 1 and not groups[0].is_windowed and not groups[0].has_states
-    return is_plain and not overlaps and stages == 1
+    if config.parallel_config.data_parallel_size > 1:
+        return 0
+    return attribute(config.lora_config, "max_cpu_loras") or 0
 
 
 def _rank(tensor_ranks: int) -> int:

@@ -80,7 +80,7 @@ class Endings:
     def forget_adapter(self, number: int) -> None:
         """What was saved of that one is for nobody: it may be of other weights."""
         for ending in self.leases:
-            if ending.tracked.naming.is_of_adapter(number):
+            if ending.tracked.naming.number == number:
                 ending.shares = False
                 end_room(ending.tracked, ending.link)
 

@@ -434,13 +434,11 @@ class RequestNamespace:
         """Once ``poll`` has said it, or at once, where it is the engine's own."""
         self.adapter: AdapterWeights | None = None
         """What vLLM must have read for its adapter, if anybody looks."""
+        self.number = None if adapter is None else adapter.number
+        """That vLLM gave its adapter; None: it has none."""
         self._base = base
         self._adapter = adapter
         self._salt = salt
-
-    def is_of_adapter(self, number: int) -> bool:
-        """Whether the request is one of the adapter to which vLLM gave that number."""
-        return self._adapter is not None and self._adapter.number == number
 
     def poll(self) -> str | None:
         """The namespace; None while its adapter is being looked at.

@@ -56,16 +56,6 @@ class CopyOrder(msgspec.Struct, frozen=True):
         return found
 
 
-class BegunRequest(msgspec.Struct, frozen=True):
-    """One that this step is the first to compute of, behind blocks that it has not computed.
-
-    They are KV of ``adapter``: if a rank has read other files for it by then, vLLM computes them.
-    """
-
-    adapter: AdapterWeights
-    blocks: tuple[int, ...]
-
-
 class StepOrders(msgspec.Struct, frozen=True):
     """For the workers: what to copy from this step on.
 
@@ -74,7 +64,7 @@ class StepOrders(msgspec.Struct, frozen=True):
     can be asked. ``is_idle``: nothing is computed in this step. ``failed``: requests whose blocks
     nobody fills. ``freed``: requests that are over, whose blocks are needed no more. Both are
     reported at once. ``awaited``: orders whose blocks are another one's from this step on, so that
-    they end before it begins. ``begun``: of adapters, each in its first step.
+    they end before it begins.
     """
 
     number: int = 0
@@ -87,7 +77,6 @@ class StepOrders(msgspec.Struct, frozen=True):
     failed: tuple[str, ...] = ()
     freed: tuple[str, ...] = ()
     awaited: tuple[int, ...] = ()
-    begun: tuple[BegunRequest, ...] = ()
 
     def are_of(self, key: LeaseKey) -> bool:
         """Whether a lease with that key is of the session that can be asked now."""

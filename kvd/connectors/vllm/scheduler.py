@@ -44,7 +44,7 @@ from kvd.connectors.vllm.lookup import (
 )
 from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.opened import OpenedRooms, end_room
-from kvd.connectors.vllm.orders import BegunRequest, StepOrders
+from kvd.connectors.vllm.orders import StepOrders
 from kvd.connectors.vllm.params import NO_TRANSFER, cached_at, kept_for_decode, transfer_of
 from kvd.connectors.vllm.requests import Requests
 from kvd.connectors.vllm.resets import OTHER_WEIGHTS, ReplacedWeights, Resets
@@ -93,6 +93,7 @@ MOST_IN_FLIGHT: Final = 8
 """So many steps may be under way when it is heard what has become of the first."""
 RESET: Final = "the cache was reset"
 OTHER_ADAPTER: Final = "its adapter was loaded anew, with other weights"
+READ_ANEW: Final = "its adapter may be read anew before its first step"
 UNDONE: Final = "the cache was reset, and the daemon has not done it yet"
 RESTARTED: Final = "the daemon was restarted, or its session ended"
 
@@ -115,9 +116,9 @@ class SchedulerHalf:
         KvdError: ``layout-mismatch``: the pool of the daemon that is there does not fit.
     """
 
-    takes_back = True
-    """Whether vLLM, told behind a step that blocks of a request are not filled, computes them, and
-    gives nobody what that step has computed from them."""
+    wants_word = False
+    """Whether the workers have something to say, and a step is needed for it, were it an empty one.
+    """
     look_every_s = LOOK_EVERY_S
     _number = 0
     """Of the last step."""
@@ -151,6 +152,7 @@ class SchedulerHalf:
         self._budget = StepBudget(options.probe_wait_s)
         self._look_ups = LookUps(options, self._budget, now_s)
         self._ending = Endings(options)
+        self._blocks = blocks
         self._copies = OrdersUnderWay(blocks, ranks=ranks)
         self._requests = Requests(self._sessions, self._look_ups, self._ending, self._log)
         self.counts = self._requests.counts
@@ -165,12 +167,8 @@ class SchedulerHalf:
         self._held = HeldRequests(self._requests, self._moves, self._ending, self._copies, now_s)
         self._resets = Resets(self._log, now_s)
         self.adapter_stays: Callable[[AdapterWeights], bool] = lambda _: False
-        """Whether vLLM has these weights of an adapter until the engine ends."""
+        """Whether vLLM has these weights of an adapter, until ``doubt_adapters`` says otherwise."""
         self.changes = ReplacedWeights(self._log)
-        self._begun: list[BegunRequest] = []
-        """For the step that is being made."""
-        self._stale_loads: set[str] = set()
-        """Those whose blocks the workers fill with KV of before a reset."""
         self._doubted = -1
         """In steps up to this one, another connector may not have filled what it has promised."""
         self._looked_s = -math.inf
@@ -341,14 +339,37 @@ class SchedulerHalf:
 
     def _forget_adapter(self, number: int) -> None:
         for tracked in self._requests.all_of_them():
-            if tracked.naming.is_of_adapter(number):
+            if tracked.naming.number == number:
                 self._not_of_before(tracked, OTHER_ADAPTER)
         self._ending.forget_adapter(number)
 
+    def doubt_adapters(self, numbers: Collection[int]) -> None:
+        """VLLM may read these anew from now on, in the step that uses them next.
+
+        What was loaded for a request is of what vLLM had read by then. So one that no step has
+        computed of yet is computed from its first token, by whatever vLLM reads.
+        """
+        self.kept_in("an adapter may be read anew", None, self._doubt_adapters, numbers)
+
+    def _doubt_adapters(self, numbers: Collection[int]) -> None:
+        for tracked in self._requests.here.values():
+            adapter = tracked.naming.adapter
+            if adapter is None or adapter.number not in numbers:
+                continue
+            if self._blocks.take_back(tracked.id):
+                self._requests.alone(tracked, READ_ANEW)
+
+    def adapters_here(self) -> set[int]:
+        """The numbers of those that have requests."""
+        found = {tracked.naming.number for tracked in self._requests.here.values()}
+        return {number for number in found if number is not None}
+
     def _not_of_before(self, tracked: Tracked, why: str = RESET) -> None:
-        """It has other weights from now on: nothing of it is loaded, saved or shared any more."""
-        if tracked.is_loaded_from:
-            self._stale_loads.add(tracked.id)
+        """It has other weights from now on: nothing of it is loaded, saved or shared any more.
+
+        What was loaded, and has not run, is of the former ones too.
+        """
+        self._blocks.take_back(tracked.id)
         self._requests.alone(tracked, why)
 
     # ---- a request comes ---------------------------------------------------------------------
@@ -437,8 +458,8 @@ class SchedulerHalf:
         if most is not None and n_tokens > local_tokens + most:
             n_tokens = (local_tokens + most) // self.block_size * self.block_size
         adapter = tracked.naming.adapter
-        if adapter is not None and not self.takes_back and not self.adapter_stays(adapter):
-            # It may be read anew in the step that goes on from them: see ``takes_back``.
+        if adapter is not None and not self.adapter_stays(adapter):
+            # It may be read anew in the step that goes on from them.
             return 0, False
         if self._copies.has_states:
             # The state of a page is that behind its last token, and no other one is kept.
@@ -516,7 +537,7 @@ class SchedulerHalf:
             if external_tokens:
                 self._requests.unfilled.append(request.request_id)
             return
-        tracked.has_run, tracked.is_begun = False, True
+        tracked.has_run = False
         tracked.allocations += 1
         self._requests.due.soon(tracked)
         self._requests.ahead.pop(tracked.id, None)
@@ -570,6 +591,7 @@ class SchedulerHalf:
         """
         with self._lock:
             self._number += 1
+            self.wants_word = False
             # What was ordered before a mistake goes out all the same: of a session that was given
             # up the workers copy nothing, and say so.
             loads: list[CopyOrder] = []
@@ -581,9 +603,6 @@ class SchedulerHalf:
             failed, self._requests.unfilled = tuple(self._requests.unfilled), []
             self._budget.renew(is_idle=not scheduled)
             freed, awaited = self._copies.take_words(self._requests.held)
-            begun = tuple(self._begun)
-            if begun:
-                self._begun = []
             return StepOrders(
                 number=self._number,
                 token=self._token,
@@ -595,7 +614,6 @@ class SchedulerHalf:
                 failed=failed,
                 freed=freed,
                 awaited=awaited,
-                begun=begun,
             )
 
     def _step(
@@ -640,10 +658,6 @@ class SchedulerHalf:
         computing: list[Tracked] = []
         begun: list[Tracked] = []
         for tracked in due:
-            if tracked.is_begun:
-                tracked.is_begun = False
-                if tracked.naming.adapter is not None and tracked.request.num_computed_tokens:
-                    self._begins(tracked, tracked.naming.adapter)
             if tracked.stage is RequestStage.COMPUTING:
                 computing.append(tracked)
                 if not tracked.has_run:
@@ -658,16 +672,6 @@ class SchedulerHalf:
             left = self._moves.tokens_left(running, upto)
             if left is not None:
                 self._requests.due.after(running, left)
-
-    def _begins(self, tracked: Tracked, adapter: AdapterWeights) -> None:
-        """Its first step goes on from blocks that were computed before: of these weights, or not.
-
-        vLLM reads an adapter within a step, so nobody can say it before.
-        """
-        if self.takes_back:
-            n_blocks = -(-tracked.request.num_computed_tokens // self.block_size)
-            (blocks,) = self._copies.blocks_of(tracked, slice(0, n_blocks))
-            self._begun.append(BegunRequest(adapter=adapter, blocks=blocks))
 
     def _doubt(self, begun: Collection[Tracked]) -> None:
         """Save nothing of what another connector fills within this step, nor of who has that too.
@@ -687,47 +691,27 @@ class SchedulerHalf:
 
     # ---- what the workers say ----------------------------------------------------------------
 
-    def reported(
-        self, report: StepReport | None, *, loaded: Collection[str], failed: Collection[str]
-    ) -> set[str]:
-        """What the workers have done: ``loaded`` and ``failed`` are vLLM's words of the same.
-
-        Returns:
-            Of ``loaded`` those that vLLM must not hear of now, since what was loaded is of before a
-            reset: with the next step they are said to have failed.
-        """
-        if report is None and not self._stale_loads:
-            return set()
+    def reported(self, report: StepReport | None) -> None:
+        """What the workers have done; None: nothing."""
+        if report is None:
+            return
         with self._lock:
             try:
-                return self._heard(report, loaded, failed)
+                self._reported(report)
             except Exception as error:  # noqa: BLE001 - no error leaves this module
                 self._mistaken("what the workers say", error)
-                return set()
-
-    def _heard(
-        self, report: StepReport | None, loaded: Collection[str], failed: Collection[str]
-    ) -> set[str]:
-        stale: set[str] = set()
-        if self._stale_loads:
-            stale = (self._stale_loads & set(loaded)) - set(failed)
-            self._stale_loads -= set(loaded)
-            self._requests.unfilled += sorted(stale)
-        if report is not None:
-            gathering = self._gather() if len(report.done) > 1 else None
-            self._reported(report)
-            if self._ending.leases:
-                self._ending.settle()
-            if gathering is not None:
-                gathering.send_gathered()
-        return stale
 
     def _reported(self, report: StepReport) -> None:
+        gathering = self._gather() if len(report.done) > 1 else None
         for copy in self._copies.answered(report):
             self._moves.over(copy)
         number = self._number if report.number is None else report.number
         if report.unfit and number > self._life_since:
             self._give_up(report.unfit, retry_s=UNFIT_RETRY_S)
+        if self._ending.leases:
+            self._ending.settle()
+        if gathering is not None:
+            gathering.send_gathered()
 
     def spoiled(self, blocks: Collection[int]) -> None:
         """Another connector did not fill these, and vLLM has computed with them: it does so again.
@@ -798,7 +782,8 @@ class SchedulerHalf:
         """Whether vLLM must go on stepping: blocks wait for a word, or pages for a copy."""
         requests, copies = self._requests, self._copies
         return bool(
-            requests.unfilled
+            self.wants_word
+            or requests.unfilled
             or requests.held
             or len(self._ending)
             or len(copies)

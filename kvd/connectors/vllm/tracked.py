@@ -131,8 +131,6 @@ class Tracked:
     started_tokens = 0
     """vLLM has those below itself, or they are ordered, and loads from there up to ``loads_to``."""
     loads_to = 0
-    is_begun = False
-    """It has blocks, and no step has computed of it since."""
     has_run = False
     """A step has computed of it since it was given blocks: before that another connector may be
     filling these, and vLLM counts their tokens as computed already."""
@@ -191,11 +189,6 @@ class Tracked:
     def waits_for_load(self) -> bool:
         """Whether vLLM keeps blocks for it until it hears that they are filled."""
         return self.stage is RequestStage.CLAIMING or self.stage is RequestStage.LOADING
-
-    @property
-    def is_loaded_from(self) -> bool:
-        """Whether workers may read the pages of its lease to fill its blocks."""
-        return any(copy.is_load for copy in self.copies.values())
 
     def sent_tokens(self, external_tokens: int) -> int:
         """Of the tokens that it loads, those that another node has sent."""

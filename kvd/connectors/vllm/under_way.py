@@ -9,7 +9,7 @@ preempts are waited for by the workers, before the step that gives them away.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from kvd.client.mover.pieces import NO_BLOCK
 from kvd.connectors.vllm.orders import CopyOrder
@@ -55,6 +55,10 @@ class CountedBlocks(Protocol):
 
     def free(self, blocks: Sequence[int]) -> None:
         """One less does."""
+        ...
+
+    def take_back(self, request_id: str) -> bool:
+        """VLLM is to go on from nothing that is loaded for it; whether anything is, and unused."""
         ...
 
 
@@ -314,6 +318,13 @@ class CountingPool(Protocol):
         ...
 
 
+class LoadedRequest(NamedTuple):
+    """One for which so many tokens are loaded, behind those that vLLM has itself."""
+
+    request: RequestView
+    n_tokens: int
+
+
 class SchedulerBlocks:
     """Those of one engine, from ``bind`` on, as vLLM's scheduler counts them."""
 
@@ -328,12 +339,14 @@ class SchedulerBlocks:
         self._manager: Any = None
         self._held: dict[tuple[int, ...], int] = {}
         """As they were said, since there are many, and what is held together is freed together."""
-        self._filling: dict[str, RequestView] = {}
+        self._filling: dict[str, LoadedRequest] = {}
         """By its number, each request that waits for its blocks to be filled, were it over."""
         self._over: set[str] = set()
         """Of these, those that are."""
-        self._filled: dict[str, RequestView] = {}
-        """Those of which vLLM was told so, before its next step."""
+        self._stale: set[str] = set()
+        """And those that are to go on from nothing of it."""
+        self._filled: dict[str, LoadedRequest] = {}
+        """Those of which vLLM was told so, and of which no step has computed since."""
 
     def bind(self, manager: Any) -> None:
         """This is vLLM's ``KVCacheManager``."""
@@ -364,22 +377,55 @@ class SchedulerBlocks:
             self._held[held] = n_holds - 1
         self._free(blocks)
 
-    def fills(self, request: RequestView) -> None:
-        """VLLM keeps the blocks of this request until it hears that they are filled."""
-        self._filling[request.request_id] = request
+    def fills(self, request: RequestView, n_tokens: int) -> None:
+        """VLLM keeps the blocks of this request until it hears that so many tokens are loaded."""
+        self._filling[request.request_id] = LoadedRequest(request, n_tokens)
 
     def filled(self, request_id: str) -> None:
-        """It hears so now, and goes on with them in its next step, if the request is not over."""
-        request = self._filling.pop(request_id, None)
-        if request is not None and request_id not in self._over:
-            self._filled[request_id] = request
+        """It hears so now, and goes on with them in a later step, if the request is not over."""
+        loaded = self._filling.pop(request_id, None)
+        if loaded is not None and request_id not in self._over:
+            self._filled[request_id] = loaded
+            if request_id in self._stale:
+                self.take_back(request_id)
         self._over.discard(request_id)
+        self._stale.discard(request_id)
 
     def settled(self, request_id: str, *, is_over: bool = False) -> None:
         """It has gone on with them, or has none; or the request is over."""
-        self._filled.pop(request_id, None)
+        loaded = self._filled.pop(request_id, None)
+        if is_over and loaded is not None:
+            # Without kvd nobody had computed it, and nobody says from now on whose it is.
+            self._lose(loaded)
         if is_over and request_id in self._filling:
             self._over.add(request_id)
+
+    def take_back(self, request_id: str) -> bool:
+        """VLLM is to go on from none of what is loaded for it: it begins anew.
+
+        As vLLM does it where a load has failed: its scheduler does these two things with such a
+        request before it looks it up again. While its blocks are being filled, that is done once
+        they are. Nobody else may find them either, as where its turn came and it was not in a step.
+
+        Returns:
+            Whether anything is, of which no step has computed.
+        """
+        loaded = self._filled.pop(request_id, None)
+        if loaded is not None:
+            self._lose(loaded)
+            loaded.request.num_computed_tokens = 0
+            self._manager.free(loaded.request)
+        elif request_id in self._filling:
+            self._stale.add(request_id)
+        return loaded is not None or request_id in self._filling
+
+    def _lose(self, loaded: LoadedRequest) -> None:
+        """What was loaded for it is found in vLLM's own cache no more."""
+        request = loaded.request
+        own_tokens = max(0, request.num_computed_tokens - loaded.n_tokens)
+        rows = zip(self.of(request.request_id), self.groups, strict=True)
+        blocks = {block for row, group in rows for block in row[own_tokens // group.block_size :]}
+        self._manager.block_pool.evict_blocks(blocks)
 
     def _touch(self, blocks: Sequence[int]) -> None:
         pool = self._manager.block_pool
@@ -411,19 +457,11 @@ class SchedulerBlocks:
             self._touch(aside)
         self.on_tried(bool(is_done))
         if is_done:
-            self._take_back_filled()
-            self.on_reset(list(self._filling))
+            filling = list(self._filling)
+            for request_id in (*filling, *self._filled):
+                self.take_back(request_id)
+            self.on_reset(filling)
         return is_done
-
-    def _take_back_filled(self) -> None:
-        """VLLM was told that these are filled, and has not looked yet: as where a load has failed.
-
-        Its scheduler does these two things with such a request before it looks it up again.
-        """
-        filled, self._filled = self._filled, {}
-        for request in filled.values():
-            request.num_computed_tokens = 0
-            self._manager.free(request)
 
 
 def _nobody_asks(_requests: Collection[str]) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 import inspect
 import re
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -243,6 +244,21 @@ else:
     _READS = WorkerLoRAManager._load_adapter  # noqa: SLF001 - there is no other place
 
 
+def _adapters_by_name() -> bool:
+    """Whether vLLM's own cache knows adapters by their names alone, whatever their paths."""
+    try:
+        from vllm.v1.core.kv_cache_utils import (  # noqa: PLC0415 - a test plays it
+            _gen_lora_extra_hash_keys,
+        )
+    except ImportError:
+        return True
+    adapter = SimpleNamespace(lora_name="name", lora_path="path", path="path", name="name")
+    return "path" not in repr(_gen_lora_extra_hash_keys(SimpleNamespace(lora_request=adapter)))
+
+
+ADAPTERS_BY_NAME = _adapters_by_name()
+
+
 def see_adapters_read(around: Callable[[Any, Callable[[], Any]], Any]) -> None:
     """Have each adapter that vLLM's worker in this process reads be read by ``around``.
 
@@ -327,13 +343,6 @@ class FailedBlocks:
         """
         waiting = self._waiting
         return {name: tuple(rows(name)[0][waiting[name]]) for name in failed if name in waiting}
-
-    def named(self, blocks: set[int], rows: Rows) -> set[str]:
-        """Requests that wait for any of these blocks."""
-        if not blocks:
-            return set()
-        found = self.of(list(self._waiting), rows)
-        return {name for name, mine in found.items() if not blocks.isdisjoint(mine)}
 
     def ordered(self, orders: StepOrders, failed: Mapping[str, Sequence[int]]) -> None:
         """The loads of this step, and those of it that fail as they come."""

@@ -29,8 +29,6 @@ from kvd.connectors.vllm.orders import AdapterWeights
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from kvd.connectors.vllm.orders import BegunRequest
-
 T = TypeVar("T")
 
 FULL_BYTES: Final = 256 << 20
@@ -69,10 +67,17 @@ MAX_ADAPTERS: Final = 4096
 NO_NUMBER: Final = 0
 """vLLM gives none below 1."""
 
+NO_ROOM: Final = -1
+
 UNLIKE: Final = ""
 """The stamp of files that changed while they were read, or between two times."""
 
 MIXED: Final = "vLLM's own cache has KV of other weights by its name and path, of another number"
+
+OTHERS_TOO: Final = (
+    "adapter {} had another name or path too, or was loaded in place: which weights it has now "
+    "cannot be known"
+)
 
 UNHEARD: Final = "this engine does not say when an adapter is loaded anew"
 
@@ -340,9 +345,9 @@ class AdapterQuestion:
             raise UnknownWeights(why) from None
 
 
-def _own_key(adapter: AdapterView) -> tuple[str, str]:
-    """What vLLM's own cache knows it by."""
-    return adapter.lora_name, adapter.lora_path
+def _cache_key(name: str, path: str, *, by_name: bool) -> tuple[str, str]:
+    """What vLLM's own cache knows an adapter by."""
+    return name, "" if by_name else path
 
 
 class Adapters:
@@ -351,41 +356,62 @@ class Adapters:
     vLLM loads an adapter when it is first used, drops it, and loads it again, by a number and a
     path. So an adapter is known by its files only while these are as they were when the engine
     began; and what vLLM has read is said by the workers (``read_by_workers``), before anything is
-    heard of what was computed with it. What its users load by themselves is heard of before that
-    (``loads``). Other weights under a number that has requests are theirs from then on. In its own
-    cache vLLM finds KV by an adapter's name and path, whatever the number: so those that have both
-    in common are known only while all of them have had the same weights. All that touches files
-    here is done in a thread: they may be large, and their file system may hang.
+    heard of what was computed with it. What its users load and drop by themselves is heard of
+    before that (``loads``, ``removes``). Other weights under a number that has requests are theirs
+    from then on. In its own cache vLLM finds KV by an adapter's name and path, whatever the number:
+    so those that have both in common are known only while each of them has these alone; and what
+    the workers read is held against all of them (``ReadAdapters``).
+
+    What is loaded for a request is used in its first step, and vLLM reads an adapter that it has
+    not in that step. So it is loaded only while the adapter ``stays``; what ends that is heard of
+    before it comes about, and told by ``on_doubt``.
+
+    All that touches files here is done in a thread: they may be large, and their file system may
+    hang.
 
     Args:
         since_ns: when the engine began.
         rules: what the engine makes of every adapter.
         by_path: whoever runs it says that files at one path never change.
         room: so many adapters vLLM has at a time; it drops one for another one more.
+        by_name: vLLM's own cache finds KV by an adapter's name alone.
     """
 
-    def __init__(self, *, since_ns: int, rules: str, by_path: bool = False, room: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        since_ns: int,
+        rules: str,
+        by_path: bool = False,
+        room: int = 0,
+        by_name: bool = False,
+    ) -> None:
         self.since_ns = since_ns
         self.rules = rules
         self.by_path = by_path
         self._room = room
+        self._by_name = by_name
         self.hears_of_loads = True
         """Whether ``loads`` is said; else nobody knows for how long an adapter is what it was."""
         self.on_other_weights: Callable[[int], None] = lambda _: None
         """Is told the number of an adapter whose weights are other ones from now on."""
+        self.on_doubt: Callable[[set[int]], None] = lambda _: None
+        """Is told numbers of adapters that vLLM may read anew from now on, or others for them."""
+        self.numbers_here: Callable[[], set[int]] = set
+        """Those of adapters that have requests."""
         self.flaws: dict[str, str] = {}
         """By name, why it is not known, once each; whoever tells takes them out."""
-        self._paths: dict[int, str] = {}
-        """By number; of one that had two, none."""
+        self._origins: dict[int, tuple[str, str] | None] = {}
+        """By number, its name and path; None: it had others too, or was loaded in place."""
         self._sharing: dict[tuple[str, str], set[int]] = {}
-        """By name and path, numbers that had both: vLLM's own cache does not tell them apart."""
-        self._shared: dict[tuple[str, str], str] = {}
-        """By the same, the stamp of what was read for any of them; empty: they had unlike ones."""
+        """By what vLLM's own cache knows them by, numbers that it does not tell apart."""
         self._told: set[str] = set()
         self._named: dict[int, AdapterQuestion] = {}
         """By number, one that has a name."""
         self._loaded: dict[int, str] = {}
         """By number, the stamp of the files that the workers have read; empty: of unlike ones."""
+        self._in_use: set[int] = set()
+        """Those that vLLM may have, or read without another word."""
         self._removed: set[int] = set()
         """Those that a user has had vLLM drop, which it may read again."""
         self._read: dict[str, _ReadAdapter] = {}
@@ -395,20 +421,11 @@ class Adapters:
 
     def ask(self, adapter: AdapterView) -> AdapterQuestion:
         """Have it found out; waits for nothing."""
-        number, path = adapter.lora_int_id, os.path.expanduser(adapter.lora_path)
+        path = os.path.expanduser(adapter.lora_path)
         if not self.hears_of_loads:
             return self._answered(adapter, UnknownWeights(UNHEARD))
-        has_one_path, is_mixed = self._has_one_path(adapter, path), self._is_mixed(adapter)
-        if not has_one_path:
-            return self._answered(
-                adapter,
-                UnknownWeights(
-                    f"adapter {number} had weights of another path, or was loaded in place: which "
-                    "it has now cannot be known"
-                ),
-            )
-        if is_mixed:
-            return self._answered(adapter, UnknownWeights(MIXED))
+        if flaw := self._begins(adapter):
+            return self._answered(adapter, UnknownWeights(flaw))
         if self.by_path:
             return self._answered(adapter, _ReadAdapter(f"path {path}"))
         self._asked = {reading for reading in self._asked if not reading.done()}
@@ -421,11 +438,20 @@ class Adapters:
 
     def loads(self, adapter: AdapterView) -> None:
         """VLLM is about to load it: as it was told to, beside the requests of that number."""
-        self._has_one_path(adapter, os.path.expanduser(adapter.lora_path))
+        self._begins(adapter)
 
     def removes(self, number: int) -> None:
         """VLLM is about to drop that one, as it was told to."""
         self._removed.add(number)
+        self.on_doubt(self._sharers(number))
+        if number not in self.numbers_here():
+            # Else a step that is computed with it reads it again.
+            self._in_use.discard(number)
+
+    def all_go(self) -> None:
+        """VLLM may be about to drop any, by a call of all its workers."""
+        self._room = NO_ROOM
+        self.on_doubt(set(self._in_use))
 
     def hold(self, question: AdapterQuestion, weights: AdapterWeights) -> None:
         """The name that it is about to get is that of these; what vLLM reads is held against it.
@@ -435,8 +461,6 @@ class Adapters:
         """
         if self._loaded.get(weights.number, weights.stamp) != weights.stamp:
             raise UnknownWeights(f"vLLM has read other files at {question.adapter.lora_path}")
-        if self._shared.get(_own_key(question.adapter), weights.stamp) != weights.stamp:
-            raise UnknownWeights(MIXED)
         self._named[weights.number] = question
 
     def read_by_workers(self, stamps: Mapping[int, str]) -> None:
@@ -447,69 +471,75 @@ class Adapters:
                 self._loaded[number] = ""
             named = self._named.get(number)
             if named is not None and named.weights != AdapterWeights(number, self._loaded[number]):
-                path = named.adapter.lora_path
-                self._forget(number, f"vLLM has read other files at {path} since it had its name")
-            self._share(number, self._loaded[number])
+                self._forget(number, named.adapter)
 
-    def _forget(self, number: int, why: str) -> None:
+    def _forget(self, number: int, adapter: AdapterView) -> None:
         """What has that number's name may be of other weights from now on."""
-        named = self._named.pop(number)
-        self._paths[number] = ""
-        self.tell(named.adapter, why)
+        del self._named[number]
+        self._origins[number] = None
+        self.tell(
+            adapter, f"vLLM has read other files at {adapter.lora_path} since it had its name"
+        )
         self.on_other_weights(number)
 
-    def _share(self, number: int, stamp: str) -> None:
-        """What was read for it is what vLLM's own cache has by its name and path."""
-        for key, numbers in self._sharing.items():
-            if number not in numbers:
-                continue
-            if self._shared.setdefault(key, stamp) != stamp:
-                self._shared[key] = UNLIKE
-            for one in numbers & self._named.keys():
-                weights = self._named[one].weights
-                if weights is not None and weights.stamp != self._shared[key]:
-                    self._forget(one, MIXED)
-
-    def _is_mixed(self, adapter: AdapterView) -> bool:
-        """Whether its name and path had other weights, under another number; it has them now."""
-        key, number = _own_key(adapter), adapter.lora_int_id
-        numbers = self._sharing.get(key)
-        if numbers is None:
-            if len(self._sharing) >= MAX_ADAPTERS:
-                return True
-            numbers = self._sharing[key] = set()
-        if number not in numbers:
-            # One that is of no path here is known by none.
-            if number not in self._paths:
-                number = NO_NUMBER
-            numbers.add(number)
-            if number in self._loaded:
-                self._share(number, self._loaded[number])
-        return not all(map(self._paths.get, numbers))
-
     def stays(self, weights: AdapterWeights) -> bool:
-        """Whether vLLM has these, and will not read anything for that number again."""
-        number = weights.number
-        is_here = self._loaded.get(number) == weights.stamp and number not in self._removed
-        return is_here and len(self._loaded) <= self._room
+        """Whether vLLM has these, and reads none anew for that number before ``on_doubt`` says so.
 
-    def _has_one_path(self, adapter: AdapterView, path: str) -> bool:
-        """Whether all weights of its number were of this path; where not, it is of none any more.
-
-        Which path it is loaded from, or loaded again from, depends on when.
+        Nor others for a number whose requests find in vLLM's own cache what is loaded for this one.
         """
-        number = adapter.lora_int_id
-        if number not in self._paths and len(self._paths) < MAX_ADAPTERS:
-            self._paths[number] = path
-        before = self._paths.get(number)
-        if before == path and not adapter.load_inplace:
-            return True
-        self._paths[number] = ""
-        if before:
-            sharing = [numbers for numbers in self._sharing.values() if number in numbers]
-            for one in {number}.union(*sharing) - {NO_NUMBER}:
-                self.on_other_weights(one)
-        return False
+        number, origin = weights.number, self._origins.get(weights.number)
+        if origin is None or len(self._in_use) > self._room or not self._has(weights):
+            return False
+        sharing = self._sharing[self._key_of(origin)] - {number}
+        return not sharing or all(
+            self._has(AdapterWeights(other, weights.stamp))
+            for other in sharing & self.numbers_here()
+        )
+
+    def _has(self, weights: AdapterWeights) -> bool:
+        number = weights.number
+        return self._loaded.get(number) == weights.stamp and number not in self._removed
+
+    def _key_of(self, origin: tuple[str, str]) -> tuple[str, str]:
+        return _cache_key(*origin, by_name=self._by_name)
+
+    def _sharers(self, number: int) -> set[int]:
+        """Those that vLLM's own cache does not tell from it, and itself."""
+        found = (numbers for numbers in self._sharing.values() if number in numbers)
+        return {number}.union(*found)
+
+    def _begins(self, adapter: AdapterView) -> str:
+        """It is used now, or read: why nobody can know its weights; empty: they can.
+
+        Which files it is loaded from, or loaded again from, depends on when, where its number had
+        others too; and what that has computed is found by whoever shares its name and path.
+        """
+        number, origin = adapter.lora_int_id, (adapter.lora_name, adapter.lora_path)
+        if number not in self._in_use:
+            self._in_use.add(number)
+            if len(self._in_use) > self._room:
+                self.on_doubt(set(self._in_use))
+        key = self._key_of(origin)
+        if key not in self._sharing and len(self._sharing) >= MAX_ADAPTERS:
+            return MIXED
+        sharing = self._sharing.setdefault(key, set())
+        if number not in self._origins and len(self._origins) < MAX_ADAPTERS:
+            self._origins[number] = origin
+        before = self._origins.get(number)
+        # One that is of no path here is known by none.
+        member = number if number in self._origins else NO_NUMBER
+        is_new = member not in sharing
+        sharing.add(member)
+        if before != origin or adapter.load_inplace:
+            if before is not None:
+                self._origins[number] = None
+            if before is not None or is_new:
+                for one in self._sharers(member) - {NO_NUMBER}:
+                    self.on_other_weights(one)
+            return OTHERS_TOO.format(number)
+        if number not in self._loaded or number in self._removed:
+            self.on_doubt(sharing - {number})
+        return "" if all(map(self._origins.get, sharing)) else MIXED
 
     def _answered(
         self, adapter: AdapterView, word: _ReadAdapter | UnknownWeights
@@ -565,16 +595,20 @@ class ReadAdapters:
     vLLM reads an adapter's files in the step that uses it first, and again where it had dropped it
     meanwhile. Whose KV a step computes is decided there, so there it is seen which files were read:
     their stamp is taken before and behind it. Where it is another one than that for which a request
-    has its namespace, nothing of it is saved, so no other node is sent it either; and blocks that
-    were filled under that name are told to vLLM as not filled, in the step that would have gone on
-    from them.
+    has its namespace, nothing of it is saved, so no other node is sent it either.
 
-    A number for which unlike files were read is known by none from then on. What was not seen to be
-    read is not known: where adapters are read by other means, nothing of them is cached.
+    A number for which unlike files were read is known by none from then on, nor is one that vLLM's
+    own cache does not tell from it: that may be in the same step, and go on from what the other
+    computes. What was not seen to be read is not known: where adapters are read by other means,
+    nothing of them is cached.
     """
 
     def __init__(self) -> None:
+        self.by_name = False
+        """VLLM's own cache finds KV by an adapter's name alone."""
         self._stamps: dict[int, str] = {}
+        self._sharing: dict[tuple[str, str], set[int]] = {}
+        """By what vLLM's own cache knows them by, numbers that it does not tell apart."""
         self.untold: dict[int, str] = {}
         """By number, what was read since somebody took it."""
 
@@ -584,22 +618,22 @@ class ReadAdapters:
         found = load()
         number, stamp = adapter.lora_int_id, before if _stamp_at(adapter) == before else UNLIKE
         if number in self._stamps or len(self._stamps) < MAX_ADAPTERS:
-            if self._stamps.setdefault(number, stamp) != stamp:
-                self._stamps[number] = UNLIKE
-            self.untold[number] = self._stamps[number]
+            self._stamps.setdefault(number, stamp)
+            key = _cache_key(adapter.lora_name, adapter.lora_path, by_name=self.by_name)
+            self._sharing.setdefault(key, set()).add(number)
+        sharing = set().union(*(numbers for numbers in self._sharing.values() if number in numbers))
+        if all(self._stamps[one] == stamp for one in sharing):
+            sharing &= {number}
+        else:
+            stamp = UNLIKE
+        told = dict.fromkeys(sharing, stamp)
+        self._stamps |= told
+        self.untold |= told
         return found
 
     def has(self, adapter: AdapterWeights) -> bool:
         """Whether all that was read for its number is that."""
         return self._stamps.get(adapter.number) == adapter.stamp
-
-    def may_have(self, adapter: AdapterWeights) -> bool:
-        """The same, were nothing read for it yet."""
-        return self._stamps.get(adapter.number, adapter.stamp) == adapter.stamp
-
-    def others(self, begun: Iterable[BegunRequest]) -> set[int]:
-        """Blocks from which those go on that were filled with KV of other weights."""
-        return {block for one in begun if not self.has(one.adapter) for block in one.blocks}
 
     def take(self) -> dict[int, str]:
         """By number, what was read since the last time."""

@@ -171,8 +171,6 @@ class WorkerHalf:
         self.counts = CopyCounts()
         self.adapters = ReadAdapters()
         """What vLLM has read, for whoever hears of it."""
-        self.unlike: set[int] = set()
-        """Blocks that this step has gone on from, with an adapter that is not theirs."""
         self._options = options
         self._block = block_size
         self._ranks = ranks
@@ -320,8 +318,6 @@ class WorkerHalf:
             self._log.bug("a session", error)
         if self._join.unfit:
             self._told().unfit = self._join.unfit
-        if orders.begun:
-            self.unlike = self.adapters.others(orders.begun)
         if orders.loads:
             self._take(orders.loads, is_load=True)
         if self._failing:
@@ -341,11 +337,9 @@ class WorkerHalf:
         for order in orders:
             copy = RankCopy(order, is_load=is_load, since_s=now_s)
             self._copies[order.number] = copy
-            adapter, read = order.adapter, self.adapters
             # Now, as later another one may be read, of which this order is not.
-            if adapter is None or (read.may_have if is_load else read.has)(adapter):
-                continue
-            self._answer(copy, is_done=False)
+            if order.adapter is not None and not self.adapters.has(order.adapter):
+                self._answer(copy, is_done=False)
 
     def _begin(self) -> None:
         """Begin what waits, as far as its session is joined; answer what waits too long."""
@@ -488,11 +482,6 @@ class WorkerHalf:
                 self._begin()
             else:
                 return
-
-    def take_unlike(self) -> set[int]:
-        """Blocks that this step has gone on from, with an adapter that is not theirs. Once each."""
-        unlike, self.unlike = self.unlike, set()
-        return unlike
 
     def take_freed(self) -> set[str]:
         """Requests that are over, whose blocks are needed no more. Once each."""

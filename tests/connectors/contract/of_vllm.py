@@ -183,7 +183,7 @@ class VllmEngine(PlayedEngine):
         self.worker.load(orders)
         self.worker.save(orders)
         loaded, failed = self.worker.take_results()
-        loaded -= self.half.reported(self.worker.take_report(), loaded=loaded, failed=failed)
+        self.half.reported(self.worker.take_report())
         self.loaded |= loaded
         self.failed |= failed
         assert not self.worker.take_freed(), "these blocks can be held"

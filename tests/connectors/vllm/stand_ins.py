@@ -366,6 +366,8 @@ class CountedBlocks:
     def __init__(self, rows, *, can_be_held=True, groups=()):
         self.rows, self.can_be_held, self.groups = rows, can_be_held, groups
         self.needed = Counter()
+        self.unused, self.taken = set(), set()
+        """Requests that blocks are loaded for, and no step has computed of; those that lose them."""
 
     def of(self, request_id):
         return self.rows[request_id] if self.groups else (self.rows[request_id],)
@@ -379,6 +381,16 @@ class CountedBlocks:
         self.needed.subtract(blocks)
         assert min(self.needed.values()) >= 0, "freed more often than held"
         self.needed = +self.needed
+
+    def take_back(self, request_id):
+        if request_id in self.unused:
+            self.taken.add(request_id)
+        return request_id in self.unused
+
+    def used(self, request_id):
+        """It has gone on with them, or has none any more."""
+        self.unused.discard(request_id)
+        self.taken.discard(request_id)
 
 
 class MiniEngine:
@@ -489,12 +501,9 @@ class MiniEngine:
             request.num_computed_tokens = min(upto, request.num_tokens - 1)
             self.half.given_blocks(request, 0)
             self.running.append(request)
-        self.late.append((report, loaded, failed))
+        self.late.append(report)
         while self.late and not (self.delays and len(self.late) == 1):
-            assert not self.half.reported(
-                self.late[0][0], loaded=self.late[0][1], failed=self.late[0][2]
-            )
-            self.late.pop(0)
+            self.half.reported(self.late.pop(0))
 
     def generate(self, request, n_tokens):
         """It samples so many, one a step."""

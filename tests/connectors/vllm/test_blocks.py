@@ -6,7 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvd.connectors.vllm.layout import LayerGroup
 from kvd.connectors.vllm.under_way import SchedulerBlocks
+
+GROUPS = (LayerGroup(("layer",), 8),)
 
 
 class Pool:
@@ -28,6 +31,10 @@ class Pool:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 self.free.append(block)
+
+    def evict_blocks(self, numbers):
+        for number in numbers:
+            self.blocks[number].block_hash = None
 
 
 class Manager:
@@ -67,7 +74,7 @@ def manager():
 
 @pytest.fixture
 def blocks(manager):
-    blocks = SchedulerBlocks()
+    blocks = SchedulerBlocks(GROUPS)
     blocks.bind(manager)
     assert blocks.can_be_held
     return blocks
@@ -121,7 +128,7 @@ def test_a_request_whose_blocks_are_being_filled_is_in_no_resets_way_and_compute
     manager, blocks, told
 ):
     request = manager.give("7", [2, 3])
-    blocks.fills(request)
+    blocks.fills(request, 16)
     blocks.hold([3])  # by the order that fills it
 
     assert manager.reset_prefix_cache()
@@ -138,7 +145,7 @@ def test_one_that_is_over_while_its_blocks_are_filled_is_in_no_resets_way_either
     manager, blocks, told, is_first_over
 ):
     request = manager.give("7", [2, 3])
-    blocks.fills(request)
+    blocks.fills(request, 16)
     if is_first_over:
         blocks.settled("7", is_over=True)
         assert manager.reset_prefix_cache()
@@ -157,7 +164,7 @@ def test_one_whose_blocks_are_filled_and_whom_vllm_has_not_seen_since_begins_ane
     manager, blocks, told
 ):
     request = manager.give("7", [2, 3])
-    blocks.fills(request)
+    blocks.fills(request, 16)
     blocks.filled("7")
 
     assert manager.reset_prefix_cache()
@@ -167,9 +174,85 @@ def test_one_whose_blocks_are_filled_and_whom_vllm_has_not_seen_since_begins_ane
     assert told == [[]]
 
 
+@pytest.fixture
+def cached(manager):
+    """Which blocks prompts find."""
+    return lambda: [block.number for block in manager.block_pool.blocks if block.block_hash]
+
+
+def test_what_is_loaded_and_not_used_is_taken_back_and_found_by_nobody(manager, blocks, cached):
+    """The first one of its blocks is vLLM's own, and stays."""
+    request = manager.give("7", [2, 3, 4])
+    request.num_computed_tokens = 24
+    blocks.fills(request, 16)
+    blocks.filled("7")
+
+    assert blocks.take_back("7")
+
+    assert request.num_computed_tokens == 0
+    assert len(free(manager)) == 8
+    assert cached() == [1, 2, 5, 6, 7]
+    assert not blocks.take_back("7")
+
+
+def test_what_is_being_loaded_is_taken_back_once_it_is(manager, blocks):
+    request = manager.give("7", [2, 3])
+    blocks.fills(request, 16)
+
+    assert blocks.take_back("7")
+
+    assert request.num_computed_tokens == 16
+    assert free(manager) == [0, 1, 4, 5, 6, 7], "copies go on writing there"
+    blocks.filled("7")
+    assert request.num_computed_tokens == 0
+    assert len(free(manager)) == 8
+    manager.give("7", [5])
+    blocks.fills(request, 8)
+    blocks.filled("7")
+    assert free(manager) == [0, 1, 4, 6, 7, 3, 2], "it is loaded anew"
+
+
+def test_of_one_that_has_run_nothing_is_taken_back(manager, blocks, cached):
+    request = manager.give("7", [2, 3])
+    blocks.fills(request, 16)
+    blocks.filled("7")
+    blocks.settled("7")
+
+    assert not blocks.take_back("7")
+
+    blocks.settled("7", is_over=True)
+    assert request.num_computed_tokens == 16
+    assert cached() == list(range(1, 8))
+
+
+@pytest.mark.parametrize("is_stale", [True, False])
+def test_one_that_leaves_while_its_blocks_are_filled_leaves_them_to_vllm(manager, blocks, is_stale):
+    request = manager.give("7", [2, 3])
+    blocks.fills(request, 16)
+    blocks.settled("7", is_over=True)
+    if is_stale:
+        blocks.take_back("7")
+    blocks.filled("7")
+    assert request.num_computed_tokens == 16
+    manager.free(request)  # as vLLM does once it has heard
+    assert len(free(manager)) == 8
+
+
+def test_what_was_loaded_for_one_that_left_before_its_first_step_is_found_by_nobody(
+    manager, blocks, cached
+):
+    request = manager.give("7", [2, 3])
+    blocks.fills(request, 16)
+    blocks.filled("7")
+    blocks.settled("7", is_over=True)
+    assert cached() == [1, 4, 5, 6, 7]
+    assert request.num_computed_tokens == 16
+    assert free(manager) == [0, 1, 4, 5, 6, 7], "vLLM frees them itself"
+
+
 def test_one_that_goes_on_with_its_filled_blocks_is_as_any_that_runs(manager, blocks, told):
     request = manager.give("7", [2, 3])
-    blocks.fills(request)
+    blocks.fills(request, 16)
     blocks.filled("7")
     blocks.settled("7")
 
@@ -183,7 +266,7 @@ def test_a_reset_that_does_not_come_about_changes_nothing_of_those_that_load(man
     manager.give("5", [5])  # it runs
     waiting, filled = manager.give("7", [2, 3]), manager.give("8", [3, 4])
     for request in (waiting, filled):
-        blocks.fills(request)
+        blocks.fills(request, 16)
     blocks.filled("8")
 
     assert not manager.reset_prefix_cache()

@@ -355,7 +355,7 @@ def test_a_report_of_before_says_nothing_of_the_session_after_it(engine, world):
     engine.steps(3)
     session = engine.half._sessions.link
     report = StepReport(done={1: 1, 2: 1}, number=former, unfit="it does not fit")
-    engine.half.reported(report, loaded=(), failed=())
+    engine.half.reported(report)
     engine.step()
     assert engine.half._sessions.link is session
     assert not world.cached

@@ -34,6 +34,7 @@ def engine(kind="FullAttentionSpec", **options):
         prefill_context_parallel_size=1,
         decode_context_parallel_size=1,
         pipeline_parallel_size=1,
+        data_parallel_size=1,
     )
     extra = {"kvd.endpoint": "ipc:///nowhere/kvd/client.sock", **options}
     transfer = SimpleNamespace(kv_connector_extra_config=extra, engine_id="e")
@@ -172,6 +173,15 @@ def test_every_rank_of_every_stage_answers_an_order(load, monkeypatch):
     assert told["ranks"] == 4
 
 
+@pytest.mark.parametrize(("engines", "kept"), [(1, 3), (2, 0)])
+def test_engines_in_step_with_others_keep_no_adapter(load, engines, kept):
+    """Facts of 0.32: ``execute_dummy_batch``, and so ``maybe_setup_dummy_loras``."""
+    config, _ = engine()
+    config.lora_config = SimpleNamespace(max_cpu_loras=3)
+    config.parallel_config.data_parallel_size = engines
+    assert load()._adapters_kept(config) == kept
+
+
 @pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
 def test_stages_of_unlike_numbers_of_layers_are_refused_in_a_sentence(load, role):
     module = load()
@@ -282,7 +292,7 @@ def test_blocks_that_another_connector_did_not_fill_are_told_before_what_is_save
     told = []
     connector._scheduler = SimpleNamespace(
         spoiled=lambda blocks: told.append(("spoiled", blocks)),
-        reported=lambda report, **how: told.append(("reported", report)) or set(),
+        reported=lambda report: told.append(("reported", report)),
     )
     output = SimpleNamespace(
         kv_connector_worker_meta=None,

@@ -105,7 +105,7 @@ class PlainEngine:
         self.worker.load(orders)
         self.worker.save(orders)
         loaded, failed = self.worker.take_results()
-        self.half.reported(self.worker.take_report(), loaded=loaded, failed=failed)
+        self.half.reported(self.worker.take_report())
         self.loaded |= loaded - failed
         assert not self.worker.take_freed(), "these blocks can be held"
 
@@ -684,7 +684,7 @@ class TwoRanks(PlainEngine):
         reports = [worker.take_report() or StepReport() for worker in workers]
         self.done = [n + len(report.done) for n, report in zip(self.done, reports, strict=True)]
         report = functools.reduce(StepReport.with_rank, reports)
-        self.half.reported(report, loaded=(), failed=())
+        self.half.reported(report)
 
     def close(self):
         super().close()

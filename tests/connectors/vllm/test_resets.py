@@ -95,7 +95,7 @@ def test_the_cache_is_reset_while_a_request_is(state, daemon):
     assert engine.update_weights(), "vLLM would end its pause in an error"
     assert all(one.stage is RequestStage.ALONE for one in engine.half._requests.here.values())
     before = engine.loaded_tokens
-    engine.is_slow = engine.has_no_blocks = False
+    engine.is_slow = engine.is_busy = engine.has_no_blocks = False
     engine.steps(4)
     if daemon not in {well, of_another_life} and state is not held:
         goes_without(engine, 50)
@@ -128,7 +128,7 @@ def test_an_adapter_is_loaded_anew_while_a_request_of_it_is(state):
     engine.half.forget_adapter(Adapter.number)
     assert all(one.stage is RequestStage.ALONE for one in engine.half._requests.here.values())
     before = engine.loaded_tokens
-    engine.is_slow = engine.has_no_blocks = world.holds = False
+    engine.is_slow = engine.is_busy = engine.has_no_blocks = world.holds = False
     engine.steps(8)
     request = engine.requests["r1"]
     if request in engine.running:
@@ -265,6 +265,7 @@ def walk(seed):
         world.rooms = {77} if rng.random() < 0.7 else set()
         engine.is_slow = rng.random() < 0.3
         engine.has_no_blocks = rng.random() < 0.1
+        engine.is_busy = rng.random() < 0.2
         if rng.random() < 0.08:
             if rng.random() < 0.5:
                 for request in list(engine.running):
@@ -303,7 +304,7 @@ def test_weights_that_are_changed_without_a_reset(state):
     assert engine.half.weights_change("reload_weights")
     world.weights += 1
     before, cached = engine.loaded_tokens, len(world.cached)
-    engine.is_slow = engine.has_no_blocks = world.holds = False
+    engine.is_slow = engine.is_busy = engine.has_no_blocks = world.holds = False
     engine.steps(8)
     engine.finish(engine.requests["r1"])
     goes_without(engine, 50)

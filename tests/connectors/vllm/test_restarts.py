@@ -86,6 +86,14 @@ def loading(engine):
     engine.steps(2)
 
 
+def filled(engine):
+    """Its load is over, and no step has computed of it."""
+    engine.is_busy = True
+    engine.add(Request(1, PROMPT))
+    engine.steps(3)
+    assert engine.loaded == [engine.requests["r1"]]
+
+
 def computing(engine):
     engine.add(Request(1, [5, *PROMPT]))
     engine.steps(2)
@@ -178,6 +186,7 @@ STATES = {
     found: RequestStage.FOUND,
     claiming: RequestStage.CLAIMING,
     loading: RequestStage.LOADING,
+    filled: RequestStage.COMPUTING,
     computing: RequestStage.COMPUTING,
     saving: RequestStage.COMPUTING,
     claiming_to_save: RequestStage.COMPUTING,
@@ -213,7 +222,7 @@ def test_the_daemon_is_replaced_while_a_request_is(state, same_memory, are_worke
     engine.clock_s += 1.5  # a session is looked for once a second
     engine.steps(3)
     world.check_foreign()
-    engine.is_slow = engine.has_no_blocks = False
+    engine.is_slow = engine.is_busy = engine.has_no_blocks = False
     engine.steps(3)
     world.check_foreign()
     world.are_workers_late = False
@@ -248,7 +257,7 @@ def test_the_daemon_hangs_while_a_request_is(state):
     warm(engine)
     state(engine)
     world.is_hung = True
-    engine.is_slow = engine.has_no_blocks = False
+    engine.is_slow = engine.is_busy = engine.has_no_blocks = False
     engine.steps(120)
     request = engine.requests["r1"]
     assert request in engine.running or "r1" in engine.over
@@ -328,6 +337,7 @@ def walk(seed, window=0, *, has_states=False, world_of=World):
         engine.are_threads_slow = rng.random() < 0.4
         engine.are_copies_slow = rng.random() < 0.5
         engine.has_no_blocks = rng.random() < 0.2
+        engine.is_busy = rng.random() < 0.2
         engine.computes_all = rng.random() < 0.2
         engine.step()
         world.go_on()

@@ -588,8 +588,8 @@ def test_what_ends_with_a_save_under_way_keeps_the_blocks_of_that_alone(node, en
 
     saved = [tuple(prompt[: n_blocks * BLOCK])] if n_blocks else []
     engine.delays = False
-    for report, loaded, failed in engine.late:
-        engine.half.reported(report, loaded=loaded, failed=failed)
+    for report in engine.late:
+        engine.half.reported(report)
     engine.late.clear()
     assert not engine.counted.needed
     for _ in range(2):
@@ -629,11 +629,11 @@ def test_blocks_are_held_until_the_last_rank_has_answered(node):
     assert engine.counted.needed.keys() == set(order.used), "one rank has not answered"
     assert not node.cached
     assert engine.half.has_work
-    engine.half.reported(StepReport(failed={order.number + 99: 1}), loaded=(), failed=())
-    engine.half.reported(StepReport(done={order.number: 1}), loaded=(), failed=())
+    engine.half.reported(StepReport(failed={order.number + 99: 1}))
+    engine.half.reported(StepReport(done={order.number: 1}))
     assert not engine.counted.needed
     assert node.cached == [tuple(PROMPT[:WHOLE])]
-    engine.half.reported(StepReport(done={order.number: 2}), loaded=(), failed=())
+    engine.half.reported(StepReport(done={order.number: 2}))
     engine.settle()
 
 
@@ -649,7 +649,7 @@ def test_what_is_saved_behind_a_slower_copy_is_shared_with_it(node, order):
     done = set()
     for which in order:
         done.add(which)
-        engine.half.reported(StepReport(done={numbers[which]: 1}), loaded=(), failed=())
+        engine.half.reported(StepReport(done={numbers[which]: 1}))
         whole = next((n for n in range(3) if n not in done), 3)
         assert max(map(len, node.cached), default=0) == 8 * whole
     engine.finish(request)
@@ -662,9 +662,9 @@ def test_what_is_saved_behind_a_copy_that_failed_is_not_shared(node):
     for _ in range(3):
         engine.step()
     first, second, third = (save.number for save in engine.saves)
-    engine.half.reported(StepReport(done={first: 1, third: 1}), loaded=(), failed=())
+    engine.half.reported(StepReport(done={first: 1, third: 1}))
     assert engine.finish(request) is None
-    engine.half.reported(StepReport(failed={second: 1}), loaded=(), failed=())
+    engine.half.reported(StepReport(failed={second: 1}))
     assert node.cached == [tuple(PROMPT[:8])] * 2
     assert not node.leases
     assert not engine.counted.needed

@@ -299,7 +299,7 @@ def test_what_is_loaded_in_place_is_not_known_then_or_later(model, adapters):
     assert known_as(mine, lora(model, inplace=True)) is None
     assert known_as(mine, lora(model)) is None
     assert known_as(mine, lora(model, number=2)) is None, "vLLM's own cache has what 1 computed"
-    assert known_as(mine, lora(model, "new", number=2)), "another number is loaded from the files"
+    assert known_as(mine, lora(model, "new", number=3)), "another number is loaded from the files"
 
 
 def test_numbers_that_share_name_and_path_are_known_while_all_have_the_same_weights(
@@ -313,20 +313,11 @@ def test_numbers_that_share_name_and_path_are_known_while_all_have_the_same_weig
     stamp = stamp_of(str(model))
     mine.read_by_workers({1: stamp, 2: stamp, 3: stamp})
     assert known_as(mine, lora(model, number=4)) in found
-    mine.read_by_workers({1: "other"})
-    assert sorted(told) == [1, 2, 4]
+    # Who reads other files for one of them says it of all: see ``ReadAdapters``.
+    mine.read_by_workers({1: "", 2: ""})
+    assert told == [1, 2]
+    assert known_as(mine, lora(model, number=4)) is None
     assert known_as(mine, lora(model, number=5)) is None
-    assert known_as(mine, lora(model, "apart", number=3))
-
-
-def test_a_number_that_was_never_known_spoils_the_name_and_path_for_others(model, adapters):
-    mine = adapters(since_ns=now_ns())
-    young = lora(model, number=1)
-    (model / "config.json").touch()
-    assert known_as(mine, young) is None
-    mine.read_by_workers({1: "of before"})
-    mine.since_ns = LATER
-    assert known_as(mine, lora(model, number=2)) is None
     assert known_as(mine, lora(model, "apart", number=3))
 
 
@@ -338,17 +329,43 @@ def test_what_is_loaded_under_a_number_that_has_other_weights_is_told_once(
     for number in (1, 2, 3):
         mine.loads(lora(model, f"ad-{number}", number))
         assert known_as(mine, lora(model, f"ad-{number}", number)), "it had no weights before"
-    mine.loads(lora(model, number=1))
+    mine.loads(lora(model, "ad-1", number=1))
     assert told == [], "it has the weights that it had"
 
-    mine.loads(lora(tmp_path / "other", number=1, inplace=True))
+    mine.loads(lora(tmp_path / "other", "ad-1", number=1, inplace=True))
     assert known_as(mine, lora(model, "ad-2", number=2, inplace=True)) is None
     assert known_as(mine, lora(tmp_path / "other", "ad-3", number=3)) is None
     assert told == [1, 2, 3]
     for number in (1, 2, 3):
-        mine.loads(lora(model, number=number, inplace=True))
-        assert known_as(mine, lora(model, number=number)) is None
+        mine.loads(lora(model, f"ad-{number}", number, inplace=True))
+        assert known_as(mine, lora(model, f"ad-{number}", number)) is None
     assert told == [1, 2, 3], "nothing of them is shared any more"
+
+
+def test_a_number_that_had_two_names_is_known_by_neither_and_spoils_both(model, adapters):
+    """vLLM's own cache has its KV under both."""
+    mine, told = adapters(), []
+    mine.on_other_weights = told.append
+    assert known_as(mine, lora(model, "one", 1))
+    assert known_as(mine, lora(model, "other", 2))
+    assert known_as(mine, lora(model, "other", 1)) is None
+    assert sorted(told) == [1, 2]
+    assert known_as(mine, lora(model, "one", 3)) is None
+    assert known_as(mine, lora(model, "other", 4)) is None
+    assert known_as(mine, lora(model, "apart", 5))
+
+
+def test_one_too_many_spoils_its_name_and_path_too(model, adapters, monkeypatch):
+    monkeypatch.setattr(weights, "MAX_ADAPTERS", 2)
+    mine, told = adapters(), []
+    mine.on_other_weights = told.append
+    assert known_as(mine, lora(model, "one", 1))
+    assert known_as(mine, lora(model, "other", 2))
+    for _ in range(2):
+        assert known_as(mine, lora(model, "one", 3)) is None
+    assert told == [1]
+    assert known_as(mine, lora(model, "third", 3)) is None
+    assert known_as(mine, lora(model, "other", 2))
 
 
 def test_an_adapter_of_an_engine_that_does_not_say_what_it_loads_is_not_known(model, adapters):

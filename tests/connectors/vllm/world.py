@@ -860,7 +860,8 @@ class WorldEngine:
     ``window``: each layer is a group, and the last one attends to so many tokens: blocks before
     these are given to others while the request goes on. Where the world has states, the last layer
     has one in the place of a window, and each step ends at the end of a block at the latest.
-    ``local``: by request, how many tokens vLLM has in its own cache.
+    ``local``: by request, how many tokens vLLM has in its own cache. ``is_busy``: what is loaded
+    has no turn, as where others are running.
     """
 
     def __init__(self, world, chunk=8, *, can_be_held=True, window=0, **options):
@@ -899,10 +900,10 @@ class WorldEngine:
             start=self._start,
         )
         self.worker.register(self.layers, groups)
-        self.waiting, self.running, self.remote = [], [], {}
+        self.waiting, self.running, self.remote, self.loaded = [], [], {}, []
         self.held, self.over, self.preempted = set(), set(), set()
         self.queue = []
-        self.is_slow = self.has_no_blocks = self.computes_all = False
+        self.is_slow = self.has_no_blocks = self.computes_all = self.is_busy = False
         self.loaded_tokens = 0
 
     def add(self, request, extra=(), lora=None):
@@ -923,6 +924,8 @@ class WorldEngine:
         beside, self.beside = self.beside, []
         for work in beside:
             work()
+        for request in list(self.loaded):
+            self._go_on(request)
         for request in self.running:
             self._take_back(request)
         for request in list(self.waiting):
@@ -988,6 +991,7 @@ class WorldEngine:
         self.waiting.remove(request)
         if n_tokens:
             self.remote[request.request_id] = upto
+            self.counted.unused.add(request.request_id)
         else:
             request.num_computed_tokens = upto
             self.running.append(request)
@@ -1031,20 +1035,39 @@ class WorldEngine:
             del self.blocks[one]
         report = self.worker.take_report()
         self.heard(report)
-        loaded -= self.half.reported(report, loaded=loaded, failed=failed)
+        self.half.reported(report)
         for one in loaded:
             upto = self.remote.pop(one)
             request = self.requests[one]
             if one in self.over:
                 del self.blocks[one]
+                self.counted.used(one)
             elif one in failed:
-                del self.blocks[one]
-                self.waiting.append(request)
+                self._begin_anew(request)
             else:
-                self._check_loaded(request, upto)
                 request.num_computed_tokens = upto
-                self.half.given_blocks(request, 0)
-                self.running.append(request)
+                self.loaded.append(request)
+                self._go_on(request)
+
+    def _go_on(self, request):
+        """It is loaded: in a step, unless it is to begin anew, or others are."""
+        one = request.request_id
+        if one in self.counted.taken:
+            self.loaded.remove(request)
+            self._begin_anew(request)
+        elif not self.is_busy:
+            self.loaded.remove(request)
+            self.counted.used(one)
+            self._check_loaded(request, request.num_computed_tokens)
+            self.half.given_blocks(request, 0)
+            self.running.append(request)
+
+    def _begin_anew(self, request):
+        one = request.request_id
+        del self.blocks[one]
+        self.counted.used(one)
+        request.num_computed_tokens = 0
+        self.waiting.append(request)
 
     def heard(self, report):
         """What else there is to be heard of it."""
@@ -1090,7 +1113,7 @@ class WorldEngine:
 
     def finish(self, request):
         one = request.request_id
-        for queue in (self.waiting, self.running):
+        for queue in (self.waiting, self.running, self.loaded):
             if request in queue:
                 queue.remove(request)
         self.over.add(one)
@@ -1099,6 +1122,7 @@ class WorldEngine:
             self.held.add(one)
         elif one not in self.remote:
             self.blocks.pop(one, None)
+            self.counted.used(one)
         return told
 
     def settle(self):
@@ -1108,6 +1132,7 @@ class WorldEngine:
         world.holds = world.is_hung = world.are_workers_late = self.is_slow = False
         world.refuses_epochs = False
         self.has_no_blocks = self.are_threads_slow = self.are_copies_slow = False
+        self.is_busy = False
         for _ in range(12):
             self.clock_s += 2.0
             self.step()
