@@ -9,11 +9,11 @@ prompts that are asked beside it (``more``), the priority of each (``priority``)
 steps it is taken back (``abort``) or another adapter is loaded in the place of its own
 (``inplace``, with how many ``steps``), how the files of its adapter are replaced while it waits or
 runs (``swap``: see ``swap_beside``; ``left``: behind one that was taken back), what is called of
-all workers before (``call``), whether the caches are reset ``amid`` it, after so many ``steps``,
-and ``bytes``: then its answer has a digest
-of each block that vLLM can find again, by what vLLM finds it by. Out: the answers of each ask, or
-``{"error": ...}`` if the engine does not start. ``breaks``: every load fails, in the ``worker``
-that should copy it, or before that in the ``scheduler``.
+all workers before (``call``; of ``sleep``: it sleeps, and wakes), whether the caches are reset
+``amid`` it, after so many ``steps``, and ``bytes``: then its answer has a digest of each block that
+vLLM can find again, by what vLLM finds it by. Out: the answers of each ask, or ``{"error": ...}``
+if the engine does not start. ``breaks``: every load fails, in the ``worker`` that should copy it,
+or before that in the ``scheduler``.
 
 With ``"pipes": [ASKS, ANSWERS]`` in the place of asks the engine goes on beside others, and has a
 line for each ask in the first, and one for the answers of each in the second.
@@ -256,6 +256,9 @@ def call_workers(engine, method, how):
         engine.apply_model(flip)
     elif method == "a function":
         engine.collective_rpc(lambda worker: flip(worker.get_model()))
+    elif method == "sleep":
+        engine.sleep(**how)
+        engine.wake_up()
     else:
         engine.collective_rpc(method, kwargs=how)
 
