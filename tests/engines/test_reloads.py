@@ -64,6 +64,22 @@ def test_weights_that_are_changed_behind_a_reset_and_before_anything_is_computed
     assert "is cached by nobody" not in log
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_has_slept(forks, models, tmp_path, level):
+    """At level 2 it wakes without its weights: what it computes before it has others is nobody's.
+
+    On a CPU vLLM frees nothing, so here only the call is that of such an engine.
+    """
+    ids = prompt(300, 7)
+    asks = [WARM, {"ids": ids, "call": ["sleep", {"level": level}]}, {"ids": ids, "drop": True}]
+    with one_daemon(tmp_path, pool_of(4)) as daemon:
+        found, log = forks.run(models / "model", daemon, asks, PATIENT)
+        (_, other) = forks.answers(models / "model", daemon, [WARM, {"ids": ids}], PATIENT)
+    wanted = WHOLE if level == 1 else 0
+    assert (found[-1]["cached"], other["cached"]) == (wanted, wanted)
+    assert ("given away by sleep at level 2" in log) == (level == 2)
+
+
 def test_a_reset_that_vllm_does_not_do_itself(forks, models, tmp_path):
     """Requests have blocks of its cache: it says no, and goes on finding KV of before in it."""
     ids, running = prompt(300, 5), prompt(300, 6)

@@ -6,12 +6,12 @@ An engine so starts in a few seconds. Run by the interpreter of an environment t
 has ``ids``, and may have ``lora``, ``params``, ``reset`` (``drop``: of vLLM's own cache alone) and
 files to ``copy`` before, ``max_tokens`` and what else ``SamplingParams`` takes (``sampling``),
 prompts that are asked beside it (``more``), the priority of each (``priority``), after how many
-steps it is taken back (``abort``), what is called of all workers before (``call``), whether the
-caches are reset ``amid`` it, after so many ``steps``, and ``bytes``: then its answer has a digest
-of each block that vLLM can find again, by what vLLM finds it by. In its place there may be a
-``play`` of several requests, see ``vllm_plays``. Out: the answers of each ask, or
-``{"error": ...}`` if the engine does not start. ``breaks``: every load fails, in the ``worker``
-that should copy it, or before that in the ``scheduler``.
+steps it is taken back (``abort``), what is called of all workers before (``call``; of ``sleep``:
+it sleeps, and wakes), whether the caches are reset ``amid`` it, after so many ``steps``, and
+``bytes``: then its answer has a digest of each block that vLLM can find again, by what vLLM finds
+it by. In its place there may be a ``play`` of several requests, see ``vllm_plays``. Out: the
+answers of each ask, or ``{"error": ...}`` if the engine does not start. ``breaks``: every load
+fails, in the ``worker`` that should copy it, or before that in the ``scheduler``.
 
 With ``"pipes": [ASKS, ANSWERS]`` in the place of asks the engine goes on beside others, and has a
 line for each ask in the first, and one for the answers of each in the second.
@@ -231,6 +231,9 @@ def call_workers(engine, method, how):
         engine.apply_model(flip)
     elif method == "a function":
         engine.collective_rpc(lambda worker: flip(worker.get_model()))
+    elif method == "sleep":
+        engine.sleep(**how)
+        engine.wake_up()
     else:
         engine.collective_rpc(method, kwargs=how)
 

@@ -177,7 +177,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.arrivals.is_on = self._options.load_parts and self._failed is None
             self._blocks.on_reset = self._scheduler.fill_no_more
             self._blocks.on_tried = self._scheduler.changes.own_reset
-            hear_of_weights(self._weights_change)
+            hear_of_weights(self._weights_change, self._weights_go)
             if vllm_config.lora_config is not None:
                 self._hear_of_adapters(self._scheduler)
             self._scheduler.watch()
@@ -436,6 +436,11 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         needs_reset = self._half.weights_change(by)
         if not needs_reset and self._agreed is not None:
             self._identify(self._agreed)
+
+    def _weights_go(self, by: str) -> None:
+        """Something is about to be called that gives them away."""
+        self._changed_by = by
+        self._half.weights_go(by)
 
     # ---- the workers' half -------------------------------------------------------------------
 

@@ -27,11 +27,16 @@ RESET_WITHIN_S: Final = 0.05
 """A reset waits so long for the daemon: no request that comes behind it has to go without."""
 
 OTHER_WEIGHTS: Final = "the engine's weights were changed, and its caches not reset since"
+NO_WEIGHTS: Final = "the engine's weights were given away, and none were loaded since"
 OLD_BLOCKS: Final = "vLLM's own cache was not reset with kvd's, and has KV of before"
 
 NEEDS_RESET: Final = (
     "the weights of this engine may be changed by {}: what it computes is cached by nobody until "
     "its caches are reset: reset_prefix_cache with reset_connector=true"
+)
+GIVEN_AWAY: Final = (
+    "the weights of this engine are given away by {}: what it computes is cached by nobody until "
+    "others are loaded by a call, as reload_weights"
 )
 OWN_NOT_RESET: Final = (
     "kvd's cache was reset, and vLLM's own was not, since requests have blocks of it: what is "
@@ -71,7 +76,14 @@ class ReplacedWeights:
         if self.has_computed:
             self.why_alone = OTHER_WEIGHTS
             self._log.changed("weights", logging.WARNING, NEEDS_RESET.format(by))
+        elif self.why_alone == NO_WEIGHTS:
+            self.why_alone = ""
         return self.has_computed
+
+    def given_away(self, by: str) -> None:
+        """There are about to be none, by what is called so, until they are changed."""
+        self.why_alone = NO_WEIGHTS
+        self._log.changed("weights", logging.WARNING, GIVEN_AWAY.format(by))
 
     def own_reset(self, is_done: bool) -> None:  # noqa: FBT001 - vLLM's word of it
         """VLLM has reset its own cache, or could not."""
@@ -81,7 +93,10 @@ class ReplacedWeights:
 
     def reset(self) -> None:
         """Kvd's is, behind vLLM's own."""
-        self.has_computed, self.why_alone = not self._is_own_reset, ""
+        self.has_computed = not self._is_own_reset
+        if self.why_alone == NO_WEIGHTS:
+            return
+        self.why_alone = ""
         if not self._is_own_reset:
             self.why_alone = OLD_BLOCKS
             self._log.changed("weights", logging.WARNING, OWN_NOT_RESET)

@@ -292,10 +292,22 @@ class SchedulerHalf:
         return self.kept_in("new weights", True, self._weights_change, by)  # noqa: FBT003
 
     def _weights_change(self, by: str) -> bool:
+        self._go_on_alone()
+        return self.changes.changed(by)
+
+    def weights_go(self, by: str) -> None:
+        """There are about to be no weights, by what is called so, until they change."""
+        self.kept_in("no weights", None, self._weights_go, by)
+
+    def _weights_go(self, by: str) -> None:
+        self._go_on_alone()
+        self.changes.given_away(by)
+
+    def _go_on_alone(self) -> None:
+        """Requests that are here have other weights from now on, or none."""
         for tracked in self._requests.all_of_them():
             self._not_of_before(tracked, OTHER_WEIGHTS)
         self._ending.share_nothing()
-        return self.changes.changed(by)
 
     def flush(self) -> bool:
         """New weights: nothing of this model that was cached until now is found again.

@@ -20,6 +20,8 @@ import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
+from kvd.connectors.identity import attribute
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -188,7 +190,7 @@ def hear_of_adapters(heard: Callable[[Any], None], removed: Callable[[int], None
 
 KEEPS_WEIGHTS: Final = frozenset(
     {
-        *("check_health", "profile", "annotate_profile", "synchronize_device", "sleep", "wake_up"),
+        *("check_health", "profile", "annotate_profile", "synchronize_device", "wake_up"),
         *("pin_lora", "list_loras", "get_supported_tasks"),
         *("reset_mm_cache", "reset_encoder_cache", "release_late_interaction_query_cache"),
         *("compute_weight_checksums", "save_sharded_state", "save_tensorized_model"),
@@ -212,11 +214,17 @@ class CallingEngine(Protocol):
         ...
 
 
-def hear_of_weights(heard: Callable[[str], None]) -> bool:
+KEPT_LEVELS: Final = (0, 1)
+"""Of sleep: the engine that wakes has its weights again. Behind any other one it has none."""
+
+
+def hear_of_weights(heard: Callable[[str], None], gone: Callable[[str], None]) -> bool:
     """Have ``heard`` told of each call that may change the model's weights, before it is made.
 
     Args:
         heard: is given what is called: the name of a worker's method, or of a function.
+        gone: is told in its place, where the engine goes to sleep and gives its weights away. That
+            is a call of the executor's own.
 
     Returns:
         Whether it is told, as ``hear_of_adapters``.
@@ -224,15 +232,33 @@ def hear_of_weights(heard: Callable[[str], None]) -> bool:
     engine = _engine()
     if not isinstance(engine, CallingEngine):
         return False
-    call = engine.collective_rpc
+    call, executor = engine.collective_rpc, engine.model_executor
 
-    def told(method: Any, *args: Any, **more: Any) -> Any:
+    def sleeps(level: int = 1) -> None:
+        if level not in KEPT_LEVELS:
+            gone(f"sleep at level {level}")
+
+    def told(
+        method: Any,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         name = method if isinstance(method, str) else "a function"
-        if name not in KEEPS_WEIGHTS:
+        if name == "sleep":
+            sleeps(*args, **(kwargs or {}))
+        elif name not in KEEPS_WEIGHTS:
             heard(name)
-        return call(method, *args, **more)
+        return call(method, timeout, args, kwargs)
 
     engine.collective_rpc = told
+    go_to_sleep = executor.sleep
+
+    def told_of_sleep(level: int = 1) -> Any:
+        sleeps(level)
+        return go_to_sleep(level)
+
+    executor.sleep = told_of_sleep
     return True
 
 
@@ -281,8 +307,9 @@ ONE_GROUP_ONLY: Final = (
 )
 
 NO_SLEEP: Final = (
-    "--enable-sleep-mode: before 0.33 vLLM tells no connector when an engine that sleeps gives the "
-    "memory of its blocks away, and a copy may be under way: run it without kvd, or without sleep"
+    "--enable-sleep-mode, or --enable-cumem-allocator, with which an engine can sleep too: before "
+    "0.33 vLLM tells no connector when one that sleeps gives the memory of its blocks away, and a "
+    "copy may be under way: run it without kvd, or without these"
 )
 
 
@@ -295,8 +322,14 @@ def not_served(config: Any, n_groups: int) -> str:
     """
     if n_groups > 1 and not HEARS_OF_REQUESTS:
         return ONE_GROUP_ONLY
-    sleeps = config.model_config is not None and config.model_config.enable_sleep_mode
-    return NO_SLEEP if sleeps and not SAYS_WHEN_IT_SLEEPS else ""
+    return NO_SLEEP if _can_sleep(config.model_config) and not SAYS_WHEN_IT_SLEEPS else ""
+
+
+def _can_sleep(model: Any) -> bool:
+    """Whether its memory can be given away: vLLM asks for no more than how it was allocated."""
+    if model is None:
+        return False
+    return model.enable_sleep_mode or attribute(model, "enable_cumem_allocator") is True
 
 
 class FailedBlocks:

@@ -11,7 +11,12 @@ import pytest
 
 from kvd.client import Code
 from kvd.connectors.vllm.log import ConnectorLog
-from kvd.connectors.vllm.resets import OLD_BLOCKS, OTHER_WEIGHTS, ReplacedWeights
+from kvd.connectors.vllm.resets import (
+    NO_WEIGHTS,
+    OLD_BLOCKS,
+    OTHER_WEIGHTS,
+    ReplacedWeights,
+)
 from kvd.connectors.vllm.tracked import RequestStage
 from tests.connectors.vllm.stand_ins import MiniEngine, Request, StandInNode, refusal
 from tests.connectors.vllm.test_restarts import (
@@ -340,6 +345,46 @@ def test_weights_that_are_changed_before_anything_is_computed_need_no_reset():
     changes.reset()
     assert not changes.why_alone
     assert not changes.changed("reload_weights")
+
+
+@pytest.mark.parametrize("is_reset", [True, False], ids=["reset", "not reset"])
+def test_what_is_computed_while_weights_are_away_is_nobodys(is_reset):
+    """As where an engine has slept at level 2, and serves before others are loaded."""
+    world = World()
+    engine = WorldEngine(world, reserve_tokens=8)
+    warm(engine)
+    if is_reset:
+        assert engine.half.flush()
+        engine.steps(3)
+    engine.half.weights_go("sleep at level 2")
+    world.weights += 1
+    cached = len(world.cached)
+    goes_without(engine, 50)
+    assert engine.half.flush()
+    engine.steps(3)
+    goes_without(engine, 53)
+    assert len(world.cached) == cached, "KV of no weights is found under a name"
+    assert engine.half.flush()
+    engine.steps(3)
+    assert not engine.half.weights_change("reload_weights"), "nothing was computed since the reset"
+    world.weights += 1
+    is_used_again(engine)
+    engine.settle()
+    assert not world.wrong
+
+
+def test_weights_that_come_back_behind_what_was_computed_without_them_need_a_reset():
+    changes = ReplacedWeights(ConnectorLog(lambda: 0.0))
+    changes.given_away("sleep at level 2")
+    assert changes.why_alone == NO_WEIGHTS
+    assert not changes.changed("reload_weights")
+    assert not changes.why_alone
+    changes.given_away("sleep at level 2")
+    changes.has_computed = True
+    assert changes.changed("reload_weights")
+    assert changes.why_alone == OTHER_WEIGHTS
+    changes.reset()
+    assert not changes.why_alone
 
 
 def test_a_reset_that_vllm_could_not_do_itself_is_none_until_it_can():

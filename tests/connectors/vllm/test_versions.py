@@ -77,7 +77,9 @@ class Core:
     def __init__(self, make):
         self.loaded, self.removed, self.called = [], [], []
         self.model_executor = SimpleNamespace(
-            add_lora=self.loaded.append, remove_lora=self.removed.append
+            add_lora=self.loaded.append,
+            remove_lora=self.removed.append,
+            sleep=lambda level=1: self.called.append(f"sleep at level {level}"),
         )
         self.connector = make()
 
@@ -122,6 +124,22 @@ def test_an_engine_whose_weights_may_be_changed_says_so_before_they_are(load):
     named = ["reload_weights", "remove_lora", "a function", "a_method_of_tomorrow"]
     assert heard == [(method, n) for n, method in enumerate(named, 1)]
     assert len(core.called) == 5
+    core.connector.shutdown()
+
+
+def test_an_engine_that_gives_its_weights_away_says_so_before_they_are(load):
+    """``sleep`` of vLLM's core has its executor do it; at level 1 they are there again."""
+    module = load(version="0.32.0")
+    config, cache = any_engine()
+    core = Core(lambda: module.KvdConnector(config, module.KVConnectorRole["SCHEDULER"], cache))
+    half, heard = core.connector._scheduler, []
+    half.weights_change = heard.append
+    half.weights_go = lambda by: heard.append((by, len(core.called)))
+    for how in ({}, {"level": 0}, {"level": 1}, {"level": 2}):
+        core.model_executor.sleep(**how)
+        core.collective_rpc("sleep", kwargs=how)
+
+    assert heard == [("sleep at level 2", 6), ("sleep at level 2", 7)]
     core.connector.shutdown()
 
 
@@ -201,17 +219,21 @@ def test_layers_in_several_groups_where_a_load_that_fails_would_end_vllm(load, v
         module.KvdConnector(config, role, cache)
 
 
+@pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])
 @pytest.mark.parametrize(("version", "is_served"), [("0.32.0", False), ("0.33.0", True)])
-def test_sleep_where_nobody_says_when_memory_is_given_away(load, version, is_served):
-    """``Worker.sleep`` of 0.32 unmaps the blocks, whatever copies them; 0.33 says so before."""
+def test_sleep_where_nobody_says_when_memory_is_given_away(load, version, is_served, option):
+    """``Worker.sleep`` of 0.32 unmaps the blocks, whatever copies them; 0.33 says so before.
+
+    It does so where they were allocated in a way that can be, without a look at the other option.
+    """
     module = load(version=version)
     config, cache = engine()
-    config.model_config.enable_sleep_mode = True
+    setattr(config.model_config, option, True)
     role = module.KVConnectorRole.WORKER
     if is_served:
         module.KvdConnector(config, role, cache)
         return
-    with pytest.raises(module.Unfit, match=r"before 0\.33 vLLM tells no connector"):
+    with pytest.raises(module.Unfit, match=r"0\.33 vLLM tells no connector"):
         module.KvdConnector(config, role, cache)
 
 
