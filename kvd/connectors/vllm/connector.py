@@ -165,7 +165,6 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
                 rules=adapter_rules(vllm_config.lora_config),
                 by_path=self._options.adapters == "path",
                 room=_adapters_kept(vllm_config),
-                by_name=ADAPTERS_BY_NAME,
             )
             self._scheduler = SchedulerHalf(
                 self._options,
@@ -197,6 +196,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def _hear_of_adapters(self, scheduler: SchedulerHalf) -> None:
         """Have both told of what vLLM does with its adapters."""
         adapters = self._adapters
+        adapters.by_name = ADAPTERS_BY_NAME
         adapters.on_other_weights = scheduler.forget_adapter
         adapters.on_doubt = scheduler.doubt_adapters
         adapters.numbers_here = scheduler.adapters_here

@@ -374,23 +374,16 @@ class Adapters:
         rules: what the engine makes of every adapter.
         by_path: whoever runs it says that files at one path never change.
         room: so many adapters vLLM has at a time; it drops one for another one more.
-        by_name: vLLM's own cache finds KV by an adapter's name alone.
     """
 
-    def __init__(
-        self,
-        *,
-        since_ns: int,
-        rules: str,
-        by_path: bool = False,
-        room: int = 0,
-        by_name: bool = False,
-    ) -> None:
+    by_name = False
+    """VLLM's own cache finds KV by an adapter's name alone."""
+
+    def __init__(self, *, since_ns: int, rules: str, by_path: bool = False, room: int = 0) -> None:
         self.since_ns = since_ns
         self.rules = rules
         self.by_path = by_path
         self._room = room
-        self._by_name = by_name
         self.hears_of_loads = True
         """Whether ``loads`` is said; else nobody knows for how long an adapter is what it was."""
         self.on_other_weights: Callable[[int], None] = lambda _: None
@@ -501,7 +494,7 @@ class Adapters:
         return self._loaded.get(number) == weights.stamp and number not in self._removed
 
     def _key_of(self, origin: tuple[str, str]) -> tuple[str, str]:
-        return _cache_key(*origin, by_name=self._by_name)
+        return _cache_key(*origin, by_name=self.by_name)
 
     def _sharers(self, number: int) -> set[int]:
         """Those that vLLM's own cache does not tell from it, and itself."""
@@ -537,8 +530,9 @@ class Adapters:
                 for one in self._sharers(member) - {NO_NUMBER}:
                     self.on_other_weights(one)
             return OTHERS_TOO.format(number)
-        if number not in self._loaded or number in self._removed:
-            self.on_doubt(sharing - {number})
+        others = sharing - {number}
+        if others and (number not in self._loaded or number in self._removed):
+            self.on_doubt(others)
         return "" if all(map(self._origins.get, sharing)) else MIXED
 
     def _answered(
@@ -603,9 +597,10 @@ class ReadAdapters:
     nothing of them is cached.
     """
 
+    by_name = False
+    """As of ``Adapters``."""
+
     def __init__(self) -> None:
-        self.by_name = False
-        """VLLM's own cache finds KV by an adapter's name alone."""
         self._stamps: dict[int, str] = {}
         self._sharing: dict[tuple[str, str], set[int]] = {}
         """By what vLLM's own cache knows them by, numbers that it does not tell apart."""

@@ -367,7 +367,7 @@ class CountedBlocks:
         self.rows, self.can_be_held, self.groups = rows, can_be_held, groups
         self.needed = Counter()
         self.unused, self.taken = set(), set()
-        """Requests that blocks are loaded for, and no step has computed of; those that lose them."""
+        """Requests that blocks are loaded for, and that no step has computed of; who loses them."""
 
     def of(self, request_id):
         return self.rows[request_id] if self.groups else (self.rows[request_id],)

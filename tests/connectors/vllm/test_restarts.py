@@ -271,7 +271,7 @@ def test_the_daemon_hangs_while_a_request_is(state):
 
 def come_and_go(rng, engine, number):
     """One of the deeds of requests, and what follows from it."""
-    live = [*engine.waiting, *engine.running]
+    live = [*engine.waiting, *engine.running, *engine.loaded]
     deed = rng.random()
     if deed < 0.4 and len(live) < 6:
         prompt = [rng.randint(1, 2)] * rng.randint(1, 4) * 4 + PROMPT[: rng.randint(0, 9)]

@@ -7,7 +7,8 @@ Facts of 0.29 and 0.28 (``Scheduler.__init__``, ``_update_requests_with_invalid_
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -110,6 +111,24 @@ def test_an_engine_that_loads_an_adapter_says_so_before_it_does(load):
     assert forgotten == [(5, 2)]
     assert len(core.loaded) == 3
     core.connector.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("keys_of", "is_by_name"),
+    [
+        (lambda adapter: [adapter.lora_name], True),  # 0.28
+        (lambda adapter: [("lora", adapter.lora_name, adapter.lora_path)], False),  # 0.32
+        (None, True),  # it was moved: then what is sure
+    ],
+)
+def test_what_vllms_own_cache_knows_an_adapter_by(monkeypatch, keys_of, is_by_name):
+    module = ModuleType("vllm.v1.core.kv_cache_utils")
+    if keys_of is not None:
+        module._gen_lora_extra_hash_keys = lambda request: keys_of(request.lora_request)
+    for name in ("vllm", "vllm.v1", "vllm.v1.core"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert versions._adapters_by_name() is is_by_name
 
 
 def test_an_engine_whose_weights_may_be_changed_says_so_before_they_are(load):
