@@ -535,6 +535,9 @@ class SchedulerHalf:
         computes all of a prompt, as for its logprobs.
         """
         with self._lock:
+            # Whoever fills them, this step or a load of any connector's, does so with the weights
+            # of now or of others, and vLLM's own cache has that from then on.
+            self.changes.has_computed = True
             try:
                 self._given_blocks(request, external_tokens)
             except Exception as error:  # noqa: BLE001 - no error leaves this module
@@ -558,8 +561,6 @@ class SchedulerHalf:
             tracked.loads_to = tracked.local_tokens + external_tokens
             tracked.stage, tracked.asked_s = RequestStage.CLAIMING, self._now_s()
             self.counts.hit_tokens += external_tokens
-            # By another engine: vLLM's own cache has it from then on.
-            self.changes.has_computed = True
             if tracked.from_tier:
                 self.counts.tier_tokens += tracked.tier_tokens(external_tokens)
         elif tracked.stage is RequestStage.NAMING:

@@ -333,6 +333,19 @@ def test_what_is_loaded_behind_a_reset_is_of_the_weights_of_before_a_change_as_w
     assert engine.half.weights_change("reload_weights")
 
 
+def test_what_another_connector_loads_beside_the_steps_is_of_before_a_change_too():
+    """As NIXL does: no step computes meanwhile, and vLLM's own cache has it once it is there."""
+    engine = WorldEngine(World(), reserve_tokens=8)
+    warm(engine)
+    assert engine.half.flush()
+    engine.steps(3)
+    assert not engine.half.changes.has_computed
+    request = engine.add(Request(60, PROMPT))
+    engine.half.given_blocks(request, 0)
+    engine.half.step({})
+    assert engine.half.weights_change("reload_weights")
+
+
 def test_weights_that_are_changed_before_anything_is_computed_need_no_reset():
     changes = ReplacedWeights(ConnectorLog(lambda: 0.0))
     assert not changes.changed("reload_weights")
