@@ -548,6 +548,10 @@ class RecorderSaved(TimedInput, frozen=True, tag="RecordingSaved"):
     why: str
 
 
+class BlocksMissed(TimedInput, frozen=True, tag="BlocksMissed"):
+    """KV events: somebody listens who has missed some: tell of everything once more."""
+
+
 class Reconfigured(TimedInput, frozen=True, tag="Reconfigured"):
     """The configuration was read again. The figures hold from here on; the texts are for events.
 
@@ -627,6 +631,7 @@ Input = (
     | Recalled
     | RecorderSaid
     | RecorderSaved
+    | BlocksMissed
     | Reconfigured
     | ReloadRefused
 )

@@ -73,6 +73,7 @@ def _is_under_way(node: NodeParts) -> bool:
         or node.inquiries.open
         or node.drainer.drain is not None
         or not node.peers.generation
+        or (node.announcer is not None and node.announcer.is_pending)
     )
 
 

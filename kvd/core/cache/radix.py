@@ -92,6 +92,19 @@ class PagesAtNodes(Protocol):
         """``nodes`` left the tree: what was at them is free."""
 
 
+class TreeWatch(Protocol):
+    """Whoever tells others of what is cached; splits and drops it hears as ``PagesAtNodes``."""
+
+    def joined(self, leaf: RadixNode) -> None:
+        """``leaf`` is new, with its pages."""
+
+    def hidden(self, node: RadixNode) -> None:
+        """No prompt finds ``node``, nor what is below it, from now on."""
+
+    def flushed(self, keys: Collection[str] | None) -> None:
+        """These namespaces were flushed, or all; what is locked stayed."""
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RadixTree:
     """The cached prefixes of all namespaces. Theory of operation and invariants: see the module.
@@ -102,6 +115,7 @@ class RadixTree:
         roots: By namespace, those that were matched or filled lately; empty ones included.
         order: Who is evicted first. Read these two; only the tree writes them.
         components: Who keeps other pages at the nodes; ``AllComponentPages`` adds them.
+        watch: Who is told what joins, if anybody; ``BlockAnnouncer`` adds itself.
     """
 
     def __init__(
@@ -112,6 +126,7 @@ class RadixTree:
         self.match_page_tokens = match_page_tokens
         self.at = 0.0
         self.components: list[PagesAtNodes] = []
+        self.watch: TreeWatch | None = None
         # In bytes of page ids: what a node has is len(node.pages), without a division.
         self.evictable_bytes = 0
         self.protected_bytes = 0
@@ -364,6 +379,8 @@ class RadixTree:
             node.children[first_page] = leaf
             self.evictable_bytes += len(pages)
             self._add(leaf)
+            if self.watch is not None:
+                self.watch.joined(leaf)
         else:
             leaf, pages = node, NO_PAGES
         # A new leaf makes its path as young as itself. A locked parent has no place in the order.
@@ -485,6 +502,8 @@ class RadixTree:
         self.evictable_bytes -= len(pages)
         for pages_at_nodes in self.components:
             pages_at_nodes.dropped(gone)
+        if self.watch is not None:
+            self.watch.flushed(namespaces)
         # What was dropped may have been all of a namespace.
         self._sweep_roots()
         return FlushedNodes(pages, kept // ID_BYTES, gone)
@@ -508,6 +527,8 @@ def hide(tree: RadixTree, node: RadixNode) -> None:
     """
     parent = node.parent
     assert parent is not None
+    if tree.watch is not None:
+        tree.watch.hidden(node)
     page_bytes = tree.match_page_tokens * ID_BYTES
     _unlink(node, parent)
     digest = hashlib.shake_256(b"%d %b" % (node.id, bytes(node.edge[:page_bytes])))
