@@ -116,6 +116,7 @@ class NodeState(NodeParts):
             i.RecorderSaid: self.recorded.said,
             i.RecorderSaved: self.recorded.saved,
             i.BlocksMissed: self._blocks_missed,
+            i.KvEventsSaid: self._kv_events_said,
             i.Reconfigured: self._reconfigured,
             i.ReloadRefused: self._reload_refused,
         }
@@ -200,6 +201,10 @@ class NodeState(NodeParts):
     def _blocks_missed(self, _: i.BlocksMissed) -> None:
         if self.announcer is not None:
             self.announcer.tell_all()
+
+    def _kv_events_said(self, got: i.KvEventsSaid) -> None:
+        if self.announcer is not None:
+            self.announcer.said(got)
 
     def _reconfigured(self, got: i.Reconfigured) -> None:
         """New figures: for the next Hello, and for the queue as it is now.

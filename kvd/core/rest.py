@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvd.core.inputs import AuditTurn, FromPeer, RecorderSaid, Tick
+from kvd.core.inputs import AuditTurn, FromPeer, KvEventsSaid, RecorderSaid, Tick
 from kvd.core.peers.peer import Life
 from kvd.wire.peer import Ping
 
@@ -29,7 +29,7 @@ TICK_S: Final = 0.05
 
 def is_still(happened: Input) -> bool:
     """Whether it comes to a node to which nothing happens."""
-    return isinstance(happened, Tick | AuditTurn | RecorderSaid) or (
+    return isinstance(happened, Tick | AuditTurn | RecorderSaid | KvEventsSaid) or (
         isinstance(happened, FromPeer) and isinstance(happened.message, Ping)
     )
 

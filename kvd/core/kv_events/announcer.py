@@ -38,12 +38,14 @@ from kvd.core.kv_events.block_names import (
     root_name,
 )
 from kvd.types import ID_BYTES, Tokens
+from kvd.wire.snapshot import KvEventState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
+    from kvd.core.inputs import KvEventsSaid
     from kvd.core.leases.epochs import Epochs
     from kvd.core.outbox import Outbox
     from kvd.core.settings import KvEventSettings
@@ -100,9 +102,11 @@ class BlockAnnouncer:
         "_out",
         "_page_bytes",
         "_pending",
+        "_published",
         "_tree",
         "snapshots",
         "told",
+        "told_blocks",
     )
 
     def __init__(
@@ -110,8 +114,11 @@ class BlockAnnouncer:
     ) -> None:
         self.told: dict[int, bytes] = {}
         """By node id, the names of those of its first pages that were told."""
+        self.told_blocks = 0
+        """How many names that are."""
         self.snapshots = 0
         """How often all were told anew."""
+        self._published = KvEventState()
         self._pending: list[RadixNode] = []
         """Nodes of which it is not known that all was told: the last one goes first."""
         self._most = settings.most_tokens
@@ -133,9 +140,20 @@ class BlockAnnouncer:
         return bool(self._pending) or self._left < self._most
 
     @property
-    def told_blocks(self) -> int:
-        """Blocks that consumers know."""
-        return sum(map(len, self.told.values())) // NAME_BYTES
+    def is_telling_all(self) -> bool:
+        """Whether somebody who comes now has missed what was told since all were to forget."""
+        return bool(self._pending)
+
+    @property
+    def state(self) -> KvEventState:
+        """As the snapshot shows it."""
+        return msgspec.structs.replace(
+            self._published, blocks=self.told_blocks, snapshots=self.snapshots
+        )
+
+    def said(self, got: KvEventsSaid) -> None:
+        """The shell says what became of what is told."""
+        self._published = got.state
 
     # ---- told by the tree --------------------------------------------------------------------
 
@@ -183,7 +201,7 @@ class BlockAnnouncer:
     def tell_all(self) -> None:
         """Consumers forget what they know, and are told of everything from tick to tick."""
         self.snapshots += 1
-        self.told = {}
+        self.told, self.told_blocks = {}, 0
         self._out.effects.append(BlocksCleared())
         roots = self._tree.roots.values()
         self._pending = [child for root in roots for child in root.children.values()]
@@ -259,6 +277,7 @@ class BlockAnnouncer:
         tokens = edge if whole else Tokens(edge[first * page_bytes : last * page_bytes])
         names = names_along(before or namespace.root, tokens, page_bytes)
         self.told[node.id] = known + names
+        self.told_blocks += last - first
         self._left -= len(tokens) // ID_BYTES
         if last == first + room:
             self._left = 0  # what is left is less than a page
@@ -292,4 +311,5 @@ class BlockAnnouncer:
         told = self.told
         names = b"".join([told.pop(node.id, b"") for node in nodes]) if told else b""
         if names:
+            self.told_blocks -= len(names) // NAME_BYTES
             self._out.effects.append(BlocksRemoved(self._medium, names))
