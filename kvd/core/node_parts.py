@@ -78,10 +78,12 @@ class NodeParts:
         self.admission = Admission(settings, leases, self.owners, out)
         self.epochs = Epochs(settings.name)
         self.flushes = Flushes(settings.incarnation, settings.tiers)
-        self.tiers = Tiers(settings, leases, self.admission, self.epochs, self.flushes, out)
         told = settings.kv_events
         self.announcer = (
             None if told is None else BlockAnnouncer(told, leases.tree, self.epochs, out)
+        )
+        self.tiers = Tiers(
+            settings, leases, self.admission, self.epochs, self.flushes, out, self.announcer
         )
         self.pins = Pins(settings.name, leases, open_sessions, self.tiers.pins, out)
         self.peers = Peers(settings, out)

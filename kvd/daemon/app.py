@@ -148,8 +148,8 @@ class Daemon:
         self._open_engines()
         self._open_admin()
         self._open_peers()
-        self._open_kv_events()
         self._wire()
+        self._open_kv_events()
         if launched.has_tiers:
             self._begin_storage(launched)
         # After ``_wire``: its first input says Hello, which is an effect.

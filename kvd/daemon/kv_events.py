@@ -180,8 +180,9 @@ class KvEventPublisher(ListenerOwner):
         """Publish what was gathered, and go on with that."""
         self._loop = batch.loop
         self.start(sock, batch, bounds)
-        batch.ahead(self._speak)
+        self._speak()
         self._beat()
+        self._say()
 
     @override
     async def close(self) -> None:
@@ -347,7 +348,9 @@ class KvEventPublisher(ListenerOwner):
             self._saying = self._loop.call_later(SAY_S, self._say)
 
     def _say(self) -> None:
-        self._saying = None
+        if self._saying is not None:
+            self._saying.cancel()
+            self._saying = None
         state = msgspec.structs.replace(
             self._state,
             last_number=self._numbers.next - 1,

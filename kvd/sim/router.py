@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core import effects
-from kvd.core.kv_events.announcer import told_namespace
 from kvd.core.kv_events.block_names import NO_BLOCK, each_name, names_along
+from kvd.core.kv_events.tier_announcer import STORAGE
+from kvd.core.kv_events.told_namespace import told_namespace
 from kvd.sim.violation import Violated, require
 from kvd.types import ID_BYTES
 
@@ -31,8 +32,12 @@ class SimRouter:
         self.name = name
         self.blocks: dict[int, tuple[int, bytes]] = {}
         """By name, the one before it and its tokens."""
+        self.in_tiers: dict[int, tuple[int, bytes]] = {}
+        """The same of those that lie in storage."""
         self.stored = 0
         """So many, ever."""
+        self.demoted = 0
+        """Of these, in storage."""
 
     def hear(self, effect: effects.BlockEvent) -> None:
         """Take one event.
@@ -44,23 +49,29 @@ class SimRouter:
             case effects.BlocksStored():
                 self._store(effect)
             case effects.BlocksRemoved():
+                blocks = self._in(effect.medium)
                 for name in each_name(effect.names):
-                    require(self.blocks.pop(name, None) is not None, f"{self.name}: {name} removed")
+                    require(blocks.pop(name, None) is not None, f"{self.name}: {name} removed")
             case effects.BlocksCleared():
                 self.blocks.clear()
+                self.in_tiers.clear()
+
+    def _in(self, medium: str) -> dict[int, tuple[int, bytes]]:
+        return self.in_tiers if medium == STORAGE else self.blocks
 
     def _store(self, effect: effects.BlocksStored) -> None:
-        before = effect.before
-        if before != NO_BLOCK and before not in self.blocks:
+        before, blocks = effect.before, self._in(effect.medium)
+        if before != NO_BLOCK and before not in blocks:
             raise Violated(f"{self.name}: stored behind {before}, which is not known")
         names = each_name(effect.names)
         size = len(effect.tokens) // len(names)
         for at, name in enumerate(names):
-            require(name not in self.blocks, f"{self.name}: {name} stored twice")
+            require(name not in blocks, f"{self.name}: {name} stored twice")
             require(name >> 32 > 0, f"{self.name}: {name} has no upper half")
-            self.blocks[name] = (before, effect.tokens[at * size : (at + 1) * size])
+            blocks[name] = (before, effect.tokens[at * size : (at + 1) * size])
             before = name
         self.stored += len(names)
+        self.demoted += len(names) if effect.medium == STORAGE else 0
 
     def agree(self, node: NodeState) -> None:
         """Hold it against the node.
@@ -78,6 +89,10 @@ class SimRouter:
             require(not lacks, f"{self.name}: {len(lacks)} blocks are there and not known")
         for name, block in self.blocks.items():
             require(block == there[name], f"{self.name}: {name} is another block")
+        own = [tier.index.n_objects for tier in node.tiers.each if tier.writes is None]
+        require(len(self.in_tiers) <= sum(own), f"{self.name}: more is known than lies in tiers")
+        told = announcer.in_tiers.told_blocks
+        require(told == len(self.in_tiers), f"{self.name}: told otherwise of tiers")
         require(announcer.told_blocks == len(self.blocks), f"{self.name}: told otherwise")
 
 

@@ -285,7 +285,9 @@ class KvEventState(msgspec.Struct, frozen=True):
     batches: int = 0
     """Published by this process, empty ones among them."""
     blocks: int = 0
-    """What a router knows that has heard all of it."""
+    """In the pool: what a router knows that has heard all of it."""
+    stored_blocks: int = 0
+    """The same in the tiers of this node alone."""
     snapshots: int = 0
     """How often everything was told anew."""
     replays: int = 0

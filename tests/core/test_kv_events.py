@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from kvd.core import effects, inputs
-from kvd.core.kv_events.announcer import told_namespace
 from kvd.core.kv_events.block_names import each_name, names_along, root_name
+from kvd.core.kv_events.told_namespace import told_namespace
 from kvd.core.replay.freeze import freeze
 from kvd.core.replay.thaw import thaw
 from kvd.core.settings import KvEventSettings

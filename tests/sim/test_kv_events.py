@@ -32,11 +32,22 @@ def test_a_world_that_tells_no_router_is_as_it_was():
     assert all(host.node.announcer is None for host in world.hosts)
 
 
-def test_a_block_that_is_told_twice_is_a_violation():
+def test_what_lies_in_a_tier_is_told_of_too_but_not_what_nodes_share():
+    demoted = dict.fromkeys(("tiers", "both", "store"), 0)
+    for profile in demoted:
+        for seed in range(4):
+            world = World(seed, replace(PROFILES[profile], has_routers=True), 2)
+            world.run(500, 250)
+            demoted[profile] += sum(host.router.demoted for host in world.hosts)
+    assert demoted["tiers"] > 0
+    assert demoted["both"] > 0
+    assert demoted["store"] == 0
+
+
+def test_a_block_of_which_nobody_was_told_is_a_violation():
     world = World(1, replace(PROFILES["calm"], has_routers=True), 2)
     world.run(300, 250)
     host = next(host for host in world.hosts if host.router.blocks)
-    node = next(iter(host.node.announcer.told))
-    del host.node.announcer.told[node]
-    with pytest.raises(Violated, match=r"told otherwise"):
+    host.router.blocks.popitem()
+    with pytest.raises(Violated, match=r"there and not known"):
         host.router.agree(host.node)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from mypy_extensions import mypyc_attr
 
-from kvd.core.cache.namespaces import MEMBER, base_of, name_in
+from kvd.core.cache.namespaces import base_of
 from kvd.core.cache.radix import subtree
 from kvd.core.effects import BlocksCleared, BlocksRemoved, BlocksStored
 from kvd.core.kv_events.block_names import (
@@ -35,17 +35,19 @@ from kvd.core.kv_events.block_names import (
     NO_BLOCK,
     last_name,
     names_along,
-    root_name,
 )
+from kvd.core.kv_events.tier_announcer import TierAnnouncer
+from kvd.core.kv_events.told_namespace import told_namespace
 from kvd.types import ID_BYTES, Tokens
 from kvd.wire.snapshot import KvEventState
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.inputs import KvEventsSaid
+    from kvd.core.kv_events.told_namespace import ToldNamespace
     from kvd.core.leases.epochs import Epochs
     from kvd.core.outbox import Outbox
     from kvd.core.settings import KvEventSettings
@@ -54,38 +56,6 @@ MOST_NAMESPACES: Final = 4096
 """Of which is remembered what a router calls them."""
 
 _NAMES_PER_ID: Final = NAME_BYTES // ID_BYTES
-
-_LORA: Final = "lora="
-_SALT: Final = "salt="
-_DIGEST_CHARS: Final = 24
-_HEX: Final = frozenset("0123456789abcdef")
-
-
-class ToldNamespace(msgspec.Struct, frozen=True):
-    """What a router is told of a namespace; ``root`` is the name of what is before its blocks."""
-
-    root: int
-    lora_name: str
-    salt: str
-
-
-def told_namespace(key: str) -> ToldNamespace:
-    """The same by what stands behind the ``#``, as connectors put it: ``lora=...;salt=...``.
-
-    A connector puts a digest of its weights behind an adapter's name, and a router has the name.
-    """
-    found = {_LORA: "", _SALT: ""}
-    for member in name_in(key).partition(MEMBER)[2].split(";"):
-        for word in found:
-            if member.startswith(word):
-                found[word] = member.removeprefix(word)
-    name, dash, digest = found[_LORA].rpartition("-")
-    is_digest = bool(dash and name) and len(digest) == _DIGEST_CHARS and _HEX.issuperset(digest)
-    return ToldNamespace(
-        root=root_name(key),
-        lora_name=name if is_digest else found[_LORA],
-        salt=found[_SALT],
-    )
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -104,6 +74,7 @@ class BlockAnnouncer:
         "_pending",
         "_published",
         "_tree",
+        "in_tiers",
         "snapshots",
         "told",
         "told_blocks",
@@ -126,10 +97,12 @@ class BlockAnnouncer:
         """Tokens that may still be told before the next tick."""
         self._medium = settings.medium
         self._bases = settings.bases
-        self._namespaces: dict[bytes, ToldNamespace] = {}
+        self._namespaces: dict[str, ToldNamespace] = {}
         self._tree = tree
         self._epochs = epochs
         self._out = out
+        self.in_tiers = TierAnnouncer(tree.match_page_tokens * ID_BYTES, out)
+        """Of what lies below the pool."""
         self._page_bytes = tree.match_page_tokens * ID_BYTES
         tree.watch = self
         tree.components.append(self)
@@ -137,18 +110,21 @@ class BlockAnnouncer:
     @property
     def is_pending(self) -> bool:
         """Whether a tick has something to tell."""
-        return bool(self._pending) or self._left < self._most
+        return bool(self._pending) or self._left < self._most or self.in_tiers.is_pending
 
     @property
     def is_telling_all(self) -> bool:
         """Whether somebody who comes now has missed what was told since all were to forget."""
-        return bool(self._pending)
+        return bool(self._pending) or self.in_tiers.is_pending
 
     @property
     def state(self) -> KvEventState:
         """As the snapshot shows it."""
         return msgspec.structs.replace(
-            self._published, blocks=self.told_blocks, snapshots=self.snapshots
+            self._published,
+            blocks=self.told_blocks,
+            stored_blocks=self.in_tiers.told_blocks,
+            snapshots=self.snapshots,
         )
 
     def said(self, got: KvEventsSaid) -> None:
@@ -196,6 +172,17 @@ class BlockAnnouncer:
             if key in roots:
                 self._remove(subtree(roots[key]))
 
+    # ---- told by the tiers -------------------------------------------------------------------
+
+    def lie_in_tier(
+        self, key: str, tokens: Tokens, keys: Sequence[bytes], before_key: bytes
+    ) -> None:
+        """Objects lie in a tier of this node alone: as ``TierAnnouncer.note``."""
+        namespace = self._namespace_of(key)
+        pages = len(tokens) // self._page_bytes
+        if namespace is not None and keys and self._end_of_tokens(tokens, 0, pages) == pages:
+            self.in_tiers.note(namespace, tokens, keys, before_key)
+
     # ---- all of it ---------------------------------------------------------------------------
 
     def tell_all(self) -> None:
@@ -205,6 +192,7 @@ class BlockAnnouncer:
         self._out.effects.append(BlocksCleared())
         roots = self._tree.roots.values()
         self._pending = [child for root in roots for child in root.children.values()]
+        self.in_tiers.tell_all()
 
     def tick(self) -> None:
         """Tell what waits, as far as one tick goes."""
@@ -212,6 +200,8 @@ class BlockAnnouncer:
         pending = self._pending
         while pending and self._left > 0:
             self._tell_path(pending.pop())
+        if self._left > 0:
+            self.in_tiers.tick(self._left)
 
     # ---- how it is told ----------------------------------------------------------------------
 
@@ -222,7 +212,7 @@ class BlockAnnouncer:
         """Tell what lacks up to the end of ``node``; the children of what was told are next."""
         path = self._path(node)
         root = path[-1].parent if path else None
-        namespace = self._namespace(root) if root is not None else None
+        namespace = self._namespace_of(root.key.decode()) if root is not None else None
         if namespace is None:
             return
         before = NO_BLOCK
@@ -246,19 +236,18 @@ class BlockAnnouncer:
             node = node.parent
         return path if self._tree.roots.get(node.key.decode()) is node else []
 
-    def _namespace(self, root: RadixNode) -> ToldNamespace | None:
-        """What it is to a router; None: nothing of it is told."""
-        key = root.key.decode()
+    def _namespace_of(self, key: str) -> ToldNamespace | None:
+        """What a namespace of the tree is to a router; None: nothing of it is told."""
         # No request means it any more.
         if self._epochs.over((key,)):
             return None
-        known = self._namespaces.get(root.key)
+        known = self._namespaces.get(key)
         if known is None:
             if self._bases and not base_of(key).startswith(self._bases):
                 return None
             if len(self._namespaces) >= MOST_NAMESPACES:
                 self._namespaces.clear()
-            known = self._namespaces[root.key] = told_namespace(key)
+            known = self._namespaces[key] = told_namespace(key)
         return known
 
     def _tell(self, node: RadixNode, before: int, namespace: ToldNamespace) -> bool:
