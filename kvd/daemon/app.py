@@ -137,7 +137,6 @@ class Daemon:
         # After the transfer process, which sums what was left, and before any socket: an engine
         # that comes back must find its leases.
         self._find_epochs()
-        self._tell_routers()
         await self._take_over(reading)
         self._listeners = Listeners(config, self._up, self.systemd.passed)
         self._batch = WriteBatch(self._loop, give_back)
@@ -210,6 +209,7 @@ class Daemon:
 
     async def _take_over(self, reading: Reading | None) -> None:
         """What the daemon before left is this one's now, as far as it was proven."""
+        self._tell_routers()
         self.past: Past = NO_PAST
         self.journalist: Journalist | None = None
         taken = await self.pool.take(reading, self.transfer.sums, self._clock, self.systemd.advance)

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 BLOCK: Final = 4096
 """Written down at a time. A busy node uses some hundred a second."""
 
+MOST_UNUSED: Final = 2 * BLOCK
+"""Served as empty batches; whoever asks for one of before is told of everything anew."""
+
 _FORMAT: Final = 1
 _MOST: Final = 2**62
 
@@ -62,7 +65,8 @@ class KvEventNumbers:
         """
         self._path = path
         kept = self._read()
-        self.unused, self.first = kept.first, kept.end
+        self.first = kept.end
+        self.unused = max(kept.first, kept.end - MOST_UNUSED)
         self.next = self.first
         self.on_more: Callable[[], None] = lambda: None
         """Called when there are numbers again, after ``take`` had none."""

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from kvd.config import Config
     from kvd.daemon.kv_event_numbers import KvEventNumbers
-    from kvd.daemon.reactor import Reactor
+    from kvd.daemon.reactor import Perform, Reactor
     from kvd.wire.kv_events import RoutedEvent
     from kvd.zmtp.bounds import Bounds
     from kvd.zmtp.connection import ZmtpConnection
@@ -170,7 +170,7 @@ class KvEventPublisher(ListenerOwner):
         )
         self._batches = self._replays = self._cut = self._dropped = 0
         numbers.on_more = self.missed
-        self.perform = {
+        self.perform: Perform = {
             effects.BlocksStored: self._gather,
             effects.BlocksRemoved: self._gather,
             effects.BlocksCleared: self._gather,

@@ -295,6 +295,7 @@ def test_what_is_demoted_is_found_in_storage_and_not_in_the_pool_any_more(told, 
             "pool.pages": "33",
             "tiers.disk.directory": str(tmp_path / "disk"),
             "tiers.disk.size": "16MiB",
+            "tiers.disk.max_moving": "1MiB",
         }
     ).start()
     router = Router(node, kind)

@@ -92,8 +92,8 @@ class PagesAtNodes(Protocol):
         """``nodes`` left the tree: what was at them is free."""
 
 
-class TreeWatch(Protocol):
-    """Whoever tells others of what is cached; splits and drops it hears as ``PagesAtNodes``."""
+class TreeWatch(PagesAtNodes, Protocol):
+    """Whoever tells others of what is cached."""
 
     def joined(self, leaf: RadixNode) -> None:
         """``leaf`` is new, with its pages."""
@@ -115,7 +115,7 @@ class RadixTree:
         roots: By namespace, those that were matched or filled lately; empty ones included.
         order: Who is evicted first. Read these two; only the tree writes them.
         components: Who keeps other pages at the nodes; ``AllComponentPages`` adds them.
-        watch: Who is told what joins, if anybody; ``BlockAnnouncer`` adds itself.
+        watch: Who tells others of what is cached, if anybody; ``watch_with`` sets it.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class RadixTree:
         self.match_page_tokens = match_page_tokens
         self.at = 0.0
         self.components: list[PagesAtNodes] = []
-        self.watch: TreeWatch | None = None
         # In bytes of page ids: what a node has is len(node.pages), without a division.
         self.evictable_bytes = 0
         self.protected_bytes = 0
         self._page_bytes = match_page_tokens * ID_BYTES
+        self.watch: TreeWatch | None = None
         self._moved = moved or MovedPages()
         self._take_order(order)
         self.roots: dict[str, RadixNode] = {}
@@ -139,7 +139,7 @@ class RadixTree:
 
     def _take_order(self, order: EvictionOrder) -> None:
         self.order = order
-        self._add = order.add
+        self._add = order.add if self.watch is None else self._add_and_tell
         self._take = order.take_victims
         self._release = order.release
         self._touch = order.touch
@@ -147,6 +147,17 @@ class RadixTree:
     def reorder(self, order: EvictionOrder) -> None:
         """Goes by another order from now on, which has taken over from the one before."""
         self._take_order(order)
+
+    def watch_with(self, watch: TreeWatch) -> None:
+        """Tells it of everything that joins, splits, leaves or is hidden from now on."""
+        self.watch = watch
+        self.components.append(watch)
+        self._add = self._add_and_tell
+
+    def _add_and_tell(self, leaf: RadixNode) -> None:
+        assert self.watch is not None
+        self.order.add(leaf)
+        self.watch.joined(leaf)
 
     @property
     def evictable_pages(self) -> int:
@@ -379,8 +390,6 @@ class RadixTree:
             node.children[first_page] = leaf
             self.evictable_bytes += len(pages)
             self._add(leaf)
-            if self.watch is not None:
-                self.watch.joined(leaf)
         else:
             leaf, pages = node, NO_PAGES
         # A new leaf makes its path as young as itself. A locked parent has no place in the order.

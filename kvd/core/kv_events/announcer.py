@@ -104,8 +104,7 @@ class BlockAnnouncer:
         self.in_tiers = TierAnnouncer(tree.match_page_tokens * ID_BYTES, out)
         """Of what lies below the pool."""
         self._page_bytes = tree.match_page_tokens * ID_BYTES
-        tree.watch = self
-        tree.components.append(self)
+        tree.watch_with(self)
 
     @property
     def is_pending(self) -> bool:
@@ -302,3 +301,10 @@ class BlockAnnouncer:
         if names:
             self.told_blocks -= len(names) // NAME_BYTES
             self._out.effects.append(BlocksRemoved(self._medium, names))
+
+
+def announcer_of(
+    settings: KvEventSettings | None, tree: RadixTree, epochs: Epochs, out: Outbox
+) -> BlockAnnouncer | None:
+    """Who tells routers; None: nobody does."""
+    return BlockAnnouncer(settings, tree, epochs, out) if settings is not None else None
