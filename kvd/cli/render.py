@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 import msgspec
+from msgspec import UNSET
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -175,6 +176,7 @@ def status(shot: Snapshot) -> RenderableType:
         ("peers", f"{len(shot.peers)}  {_tally(peer.state for peer in shot.peers)}"),
         ("handoffs", handoffs),
         *([("epochs", _epochs(shot.epochs))] if shot.epochs else []),
+        *([] if shot.kv_events is UNSET else [("kv events", _kv_events(shot.kv_events))]),
         ("audit", _audit_summary(shot.audit)),
         ("recorder", _recorder(shot.recorder)),
     ):
@@ -185,6 +187,15 @@ def status(shot: Snapshot) -> RenderableType:
         if violation.state == BROKEN
     ]
     return Group(*alarms, head, Text(), pools(shot.pools), Text(), rows, *_troubles(shot))
+
+
+def _kv_events(told: shown.KvEventState) -> str:
+    """What routers know, by which number, and what was lost on the way."""
+    lost = f"; {told.cut} cut, {told.dropped} dropped" if told.cut or told.dropped else ""
+    return (
+        f"{clean(told.topic)}  {told.blocks} blocks, batch {told.last_number}; "
+        f"{told.subscribers} listen, {told.replays} replays, {told.snapshots} snapshots{lost}"
+    )
 
 
 def _recorder(recorder: shown.RecorderState) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvd.config.address import attach_path, host_port, ipc_path, tcp_address
 from kvd.config.host import has_group
 from kvd.config.quota_rules import QUOTA_KEYS, RULES, over
-from kvd.core.cache.namespaces import bad_name
+from kvd.core.cache.namespaces import MEMBER, bad_name
 from kvd.core.handoff.message_sizes import MESSAGE_BYTES
 from kvd.core.layout.spec import MAX_TAG_CHARS
 from kvd.core.peers.allowed import OF, allowed_by_name
@@ -29,6 +29,7 @@ from kvd.wire.bounds import NAMESPACE_CHARS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kvd.config.address import Address
     from kvd.config.schema import Config
 
 __all__ = ["RULES", "entry_flaw", "flaw_of", "reason_not_built"]
@@ -168,6 +169,16 @@ _TEXTS: dict[str, TextRule] = {
         _is_loopback,
         "write 127.0.0.1:7480; to be scraped from elsewhere put a proxy in front of it",
     ),
+    "kv_events.model": text_rule(
+        lambda text: 0 < len(text) <= NAMESPACE_CHARS and text.isprintable() and "@" not in text,
+        "write the name that requests give to the router, for example llama-70b",
+    ),
+    "kv_events.namespaces": text_rule(
+        lambda text: text != "" and _is_namespace(text) and MEMBER not in text,
+        "name the base alone, or what it begins with, for example llama",
+    ),
+    "kv_events.listen": text_rule(_is_listener, "write for example tcp://127.0.0.1:7403"),
+    "kv_events.replay": text_rule(_is_listener, "write for example tcp://127.0.0.1:7404"),
     "cache.epochs_directory": text_rule(lambda text: text.startswith("/"), "begin it with /"),
     "tiers.disk.directory": text_rule(
         _is_plain_directory, "write for example /var/lib/kvd/tiers/disk"
@@ -374,12 +385,47 @@ def _aux_in_frame(config: Config) -> Iterator[Breach]:
         yield Breach("limits.max_frame_bytes", rule, f"give at least {needed}")
 
 
-@over("http.listen", "peers.listen")
+@over("http.listen", "peers.listen", "kv_events.listen", "kv_events.replay")
 def _ports_apart(config: Config) -> Iterator[Breach]:
-    """Two listeners cannot share a port of one address."""
-    http, peers = host_port(config.http.listen), tcp_address(config.peers.listen)
-    if http is None or peers is None or http.port == 0 or http.port != peers.port:
+    """No two listeners share a port of one address."""
+    taken = [("peers.listen", tcp_address(config.peers.listen))]
+    others = [("http.listen", host_port(config.http.listen))]
+    if config.kv_events.enabled:
+        others += [
+            ("kv_events.listen", tcp_address(config.kv_events.listen)),
+            ("kv_events.replay", tcp_address(config.kv_events.replay)),
+        ]
+    for key, address in others:
+        for other, place in taken:
+            if address is not None and place is not None and _collide(address, place):
+                rule = f"uses port {address.port} as {other} does"
+                yield Breach(key, rule, "choose another port")
+        taken.append((key, address))
+
+
+def _collide(one: Address, other: Address) -> bool:
+    is_one_host = one.host == other.host or one.is_wildcard or other.is_wildcard
+    return one.port == other.port != 0 and is_one_host
+
+
+# ---- KV events -----------------------------------------------------------------------------------
+
+
+@over("kv_events.model", "kv_events.listen", "kv_events.replay", "cache.mode")
+def _routers_hear(config: Config) -> Iterator[Breach]:
+    """There is something to tell, of a model with a name, and only to whom it may be told."""
+    told = config.kv_events
+    if not told.enabled:
         return
-    if http.host == peers.host or peers.is_wildcard:
-        rule = f"uses port {http.port} as peers.listen does"
-        yield Breach("http.listen", rule, "choose another port")
+    if told.model is None:
+        rule = "is needed with kv_events.enabled: routers find a node's blocks by the model's name"
+        yield Breach("kv_events.model", rule, 'write for example model = "llama-70b"')
+    if config.cache.mode != "radix":
+        rule = f"is refused with cache.mode = {config.cache.mode}, which caches nothing to tell of"
+        yield Breach("kv_events.enabled", rule, "remove it")
+    for key, text in (("kv_events.listen", told.listen), ("kv_events.replay", told.replay)):
+        address = tcp_address(text)
+        if address is not None and not address.is_loopback and not told.insecure:
+            rule = "leaves this host, and routers speak no CURVE: anyone could read the token ids"
+            fix = "stay on loopback, or set kv_events.insecure = true if every host of that "
+            yield Breach(key, rule, f"{fix}network is trusted")

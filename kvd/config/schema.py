@@ -357,6 +357,40 @@ class HttpSection(msgspec.Struct, frozen=True):
     """Where /livez /readyz /metrics /info /status are served; port 0 takes a free one."""
 
 
+class KvEventsSection(msgspec.Struct, frozen=True):
+    """KV events for routers: which prefixes are cached here, as vLLM publishes them."""
+
+    enabled: bool = False
+    """Publish them. They say the token ids of every cached prompt."""
+    model: Annotated[
+        str | None, rule("1 to 256 printable characters without @"), example("llama-70b")
+    ] = None
+    """The model's name as routers know it: the third part of the topic, kv@NODE@MODEL."""
+    namespaces: Annotated[
+        tuple[str, ...],
+        rule("a list of what namespaces begin with, without #"),
+        example(["llama"]),
+    ] = ()
+    """What the base of a namespace of that model begins with; others are not told of. Empty: all
+    are, which is right for a pool of one model."""
+    listen: Annotated[str, rule("tcp://IP:PORT, where IP is one address of this host or *")] = (
+        "tcp://127.0.0.1:7403"
+    )
+    """Where routers subscribe."""
+    replay: Annotated[str, rule("tcp://IP:PORT, where IP is one address of this host or *")] = (
+        "tcp://127.0.0.1:7404"
+    )
+    """Where they ask for batches that they have missed."""
+    insecure: bool = False
+    """Publish on other addresses than loopback: routers speak no CURVE, so whoever reaches them
+    reads the token ids. Only on a network where every host is trusted."""
+    heartbeat_s: Annotated[float, Meta(ge=0.1, le=3600)] = 5.0
+    """An empty batch is published after so long without one: a router notices by its number that it
+    has missed something."""
+    keep_batches: Annotated[int, Meta(ge=1, le=1_000_000)] = 10_000
+    """The last batches are kept for routers that have missed them, up to 64 MiB."""
+
+
 class LogSection(msgspec.Struct, frozen=True):
     """What the daemon writes to its standard error."""
 
@@ -422,6 +456,7 @@ class Config(msgspec.Struct, frozen=True):
     audit: AuditSection
     console: ConsoleSection
     http: HttpSection
+    kv_events: KvEventsSection
     log: LogSection
     limits: LimitsSection
     recorder: RecorderSection

@@ -12,6 +12,8 @@ by). Then the rooms, each of which knows only those above it:
 - ``cache``: pages, the tree of prefixes, what a lease is;
 - ``components``: what a sequence owns beside its first component;
 - ``leases``: everything that moves a page or a lock, and the queue in front of it;
+- ``kv_events``: what routers are told of what is cached;
+- ``tiers``: what lies below the pool;
 - ``peers``: which other nodes there are, and whether they live;
 - ``handoff``: a prompt's KV from one node to another;
 - ``inspect``: the state of a node in words and tables;

@@ -350,6 +350,34 @@ class RestartStorage(msgspec.Struct, frozen=True, tag="RestartStorage"):
     why: str
 
 
+class BlocksStored(msgspec.Struct, frozen=True, tag="BlocksStored"):
+    """KV events: these blocks can be read here now, and could not before.
+
+    They follow block ``before``, 0 at the beginning of a prompt. ``names``: ``NAME_BYTES`` each.
+    """
+
+    medium: str
+    before: int
+    names: bytes
+    tokens: Tokens
+    lora_name: str
+    salt: str
+
+
+class BlocksRemoved(msgspec.Struct, frozen=True, tag="BlocksRemoved"):
+    """KV events: these blocks, each of which was stored, are not in that medium any more."""
+
+    medium: str
+    names: bytes
+
+
+class BlocksCleared(msgspec.Struct, frozen=True, tag="BlocksCleared"):
+    """KV events: consumers forget all they know of this node; what it has is stored next."""
+
+
+BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
+"""What routers are told, in this order."""
+
 StorageOrder = Demote | Promote | DropObjects | AgeObjects | DropNamespace | ProbeTier | PaceWrites
 """What goes to the storage process, as it stands and in this order."""
 
@@ -384,6 +412,7 @@ Effect = (
     | KeepEpochs
     | StorageOrder
     | RestartStorage
+    | BlockEvent
 )
 
 

@@ -14,7 +14,7 @@ from kvd.wire.admin import AdminRequest
 from kvd.wire.attach import CopyBegins, CopyEnds, CopyWaits, KeepsBlocks
 from kvd.wire.client import Request, SayWritten
 from kvd.wire.peer import Message
-from kvd.wire.snapshot import RecorderState
+from kvd.wire.snapshot import KvEventState, RecorderState
 
 
 class TimedInput(msgspec.Struct, frozen=True):
@@ -548,6 +548,16 @@ class RecorderSaved(TimedInput, frozen=True, tag="RecordingSaved"):
     why: str
 
 
+class KvEventsSaid(TimedInput, frozen=True, tag="KvEventsSaid"):
+    """What became of the KV events that were told; what the node knows itself is not used."""
+
+    state: KvEventState
+
+
+class BlocksMissed(TimedInput, frozen=True, tag="BlocksMissed"):
+    """KV events: somebody listens who has missed some: tell of everything once more."""
+
+
 class Reconfigured(TimedInput, frozen=True, tag="Reconfigured"):
     """The configuration was read again. The figures hold from here on; the texts are for events.
 
@@ -627,6 +637,8 @@ Input = (
     | Recalled
     | RecorderSaid
     | RecorderSaved
+    | BlocksMissed
+    | KvEventsSaid
     | Reconfigured
     | ReloadRefused
 )

@@ -115,6 +115,8 @@ class NodeState(NodeParts):
             i.Recalled: self.audit.recalled,
             i.RecorderSaid: self.recorded.said,
             i.RecorderSaved: self.recorded.saved,
+            i.BlocksMissed: self._blocks_missed,
+            i.KvEventsSaid: self._kv_events_said,
             i.Reconfigured: self._reconfigured,
             i.ReloadRefused: self._reload_refused,
         }
@@ -195,6 +197,14 @@ class NodeState(NodeParts):
                 why=got.refusal.message,
             )
         )
+
+    def _blocks_missed(self, _: i.BlocksMissed) -> None:
+        if self.announcer is not None:
+            self.announcer.tell_all()
+
+    def _kv_events_said(self, got: i.KvEventsSaid) -> None:
+        if self.announcer is not None:
+            self.announcer.said(got)
 
     def _reconfigured(self, got: i.Reconfigured) -> None:
         """New figures: for the next Hello, and for the queue as it is now.
@@ -359,6 +369,8 @@ class NodeState(NodeParts):
         if self.drainer.has_left:
             self._tick_tiers()
             return
+        if self.announcer is not None:
+            self.announcer.tick()
         lost = self.peers.age_peers()
         for peer in lost:
             self.decoder.peer_lost(peer)

@@ -24,6 +24,7 @@ from kvd.core.handoff.send import Prefiller
 from kvd.core.handoff.send_requests import SendRequests
 from kvd.core.handoff.transfers import Transfers
 from kvd.core.inspect.inquiries import Inquiries
+from kvd.core.kv_events.announcer import announcer_of
 from kvd.core.leases.admission import Admission
 from kvd.core.leases.copies import Copies
 from kvd.core.leases.engine_copies import EngineCopies
@@ -77,7 +78,8 @@ class NodeParts:
         self.admission = Admission(settings, leases, self.owners, out)
         self.epochs = Epochs(settings.name)
         self.flushes = Flushes(settings.incarnation, settings.tiers)
-        self.tiers = Tiers(settings, leases, self.admission, self.epochs, self.flushes, out)
+        told = self.announcer = announcer_of(settings.kv_events, leases.tree, self.epochs, out)
+        self.tiers = Tiers(settings, leases, self.admission, self.epochs, self.flushes, out, told)
         self.pins = Pins(settings.name, leases, open_sessions, self.tiers.pins, out)
         self.peers = Peers(settings, out)
         self.ways = Ways(out)

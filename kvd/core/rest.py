@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvd.core.inputs import AuditTurn, FromPeer, RecorderSaid, Tick
+from kvd.core.inputs import AuditTurn, FromPeer, KvEventsSaid, RecorderSaid, Tick
 from kvd.core.peers.peer import Life
 from kvd.wire.peer import Ping
 
@@ -29,7 +29,7 @@ TICK_S: Final = 0.05
 
 def is_still(happened: Input) -> bool:
     """Whether it comes to a node to which nothing happens."""
-    return isinstance(happened, Tick | AuditTurn | RecorderSaid) or (
+    return isinstance(happened, Tick | AuditTurn | RecorderSaid | KvEventsSaid) or (
         isinstance(happened, FromPeer) and isinstance(happened.message, Ping)
     )
 
@@ -73,6 +73,7 @@ def _is_under_way(node: NodeParts) -> bool:
         or node.inquiries.open
         or node.drainer.drain is not None
         or not node.peers.generation
+        or (node.announcer is not None and node.announcer.is_pending)
     )
 
 

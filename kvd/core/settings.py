@@ -81,6 +81,17 @@ class TierSettings(msgspec.Struct, frozen=True):
     """In objects; of one that is shared ceilings alone, of what this node writes (``tiers``)."""
 
 
+class KvEventSettings(msgspec.Struct, frozen=True):
+    """What routers are told of."""
+
+    medium: str
+    """Where the pool is, in a router's words: ``GPU`` or ``CPU``."""
+    bases: tuple[str, ...] = ()
+    """What the base of a namespace begins with, or it is not told of; none: all are."""
+    most_tokens: int = 65_536
+    """Told from one tick to the next; the loop needs some 3 ms for the batches of so many."""
+
+
 class Settings(msgspec.Struct, frozen=True):
     """Who this node is, what its pool holds, and how long anything may take (seconds)."""
 
@@ -144,3 +155,5 @@ class Settings(msgspec.Struct, frozen=True):
     """Below the pool, the nearest first."""
     is_journaled: bool = False
     """Whether the pool outlives the process: what moves in it is noted for the next one."""
+    kv_events: KvEventSettings | None = None
+    """None: nobody is told."""

@@ -29,6 +29,8 @@ from kvd.daemon.consoles import BACKLOG_FRAMES, Consoles
 from kvd.daemon.epochs_file import EpochKeeper, EpochsFile, epochs_path
 from kvd.daemon.heap import give_back, spare_what_stays
 from kvd.daemon.http_pages import exposition_of, http_pages
+from kvd.daemon.kv_event_numbers import KvEventNumbers
+from kvd.daemon.kv_events import KvEventPublisher, KvEventReplay, bounds_of_routers
 from kvd.daemon.launch import launch
 from kvd.daemon.listeners import Listeners
 from kvd.daemon.peerlinks import PeerLinks
@@ -146,6 +148,7 @@ class Daemon:
         self._open_admin()
         self._open_peers()
         self._wire()
+        self._open_kv_events()
         if launched.has_tiers:
             self._begin_storage(launched)
         # After ``_wire``: its first input says Hello, which is an effect.
@@ -194,8 +197,19 @@ class Daemon:
         self.reactor.perform[effects.KeepEpochs] = keeper.keep
         keeper.begin()
 
+    def _tell_routers(self) -> None:
+        """Before the pool is taken over: what is found in it is told as well."""
+        self.kv_events: KvEventPublisher | None = None
+        if self.node.announcer is not None:
+            # Beside the epochs, whose lock keeps every other daemon of this name from it.
+            numbers = KvEventNumbers(epochs_path(self.config).with_suffix(".kv-events"))
+            page_tokens = self.node.leases.tree.match_page_tokens
+            self.kv_events = KvEventPublisher(self.config, self.reactor, numbers, page_tokens)
+            self.reactor.perform |= self.kv_events.perform
+
     async def _take_over(self, reading: Reading | None) -> None:
         """What the daemon before left is this one's now, as far as it was proven."""
+        self._tell_routers()
         self.past: Past = NO_PAST
         self.journalist: Journalist | None = None
         taken = await self.pool.take(reading, self.transfer.sums, self._clock, self.systemd.advance)
@@ -266,6 +280,18 @@ class Daemon:
         )
         self.links.listen(self._listeners.listen(self.config.peers.listen))
         self._up.push_async_callback(self.links.close)
+
+    def _open_kv_events(self) -> None:
+        if self.kv_events is None:
+            return
+        config = self.config
+        bounds = bounds_of_routers(bounds_of(config, share=16))
+        listen = self._listeners.listen(config.kv_events.listen)
+        self.kv_events.publish_on(listen, self._batch, bounds)
+        self._up.push_async_callback(self.kv_events.close)
+        replay = KvEventReplay(self.kv_events)
+        replay.start(self._listeners.listen(config.kv_events.replay), self._batch, bounds)
+        self._up.push_async_callback(replay.close)
 
     def _wire(self) -> None:
         self.reactor.perform |= {

@@ -14,6 +14,7 @@ from kvd.observe.exposition import CONTENT_TYPE, Build, Exposition
 from kvd.observe.http import PLAIN, HttpPages, Response
 from kvd.wire import peer
 from kvd.wire.attach import PROTOCOL
+from kvd.wire.kv_events import topic_of
 
 if TYPE_CHECKING:
     from kvd.config import Config
@@ -27,6 +28,15 @@ HIDDEN = "(set)"
 """What /status says in the place of a namespace; ``kvd status`` asks the admin socket."""
 
 
+class KvEventInfo(msgspec.Struct, frozen=True):
+    """Where a router finds the KV events of this node."""
+
+    endpoint: str
+    replay_endpoint: str
+    topic: str
+    block_size: int
+
+
 class Info(msgspec.Struct, frozen=True):
     """What a router or an operator needs to know before talking to this node."""
 
@@ -38,6 +48,8 @@ class Info(msgspec.Struct, frozen=True):
     client: str
     peers: str
     pool: PoolSpec
+    kv_events: KvEventInfo | None = None
+    """None: there are none."""
 
 
 def exposition_of(node: NodeState, metrics: Metrics) -> Exposition:
@@ -60,6 +72,7 @@ def http_pages(config: Config, node: NodeState, exposition: Exposition) -> HttpP
         client=config.sockets.client,
         peers=config.peers.listen,
         pool=node.settings.spec,
+        kv_events=_kv_event_info(config, node.settings.spec),
     )
     # Made once: nothing in it changes while the daemon lives.
     info_page = Response(200, JSON, msgspec.json.encode(info))
@@ -83,6 +96,18 @@ def http_pages(config: Config, node: NodeState, exposition: Exposition) -> HttpP
         "/info": lambda: info_page,
         "/status": lambda: Response(200, JSON, msgspec.json.encode(_for_anyone(snapshot(node)))),
     }
+
+
+def _kv_event_info(config: Config, spec: PoolSpec) -> KvEventInfo | None:
+    told = config.kv_events
+    if not told.enabled:
+        return None
+    return KvEventInfo(
+        endpoint=told.listen,
+        replay_endpoint=told.replay,
+        topic=topic_of(config.node.name, str(told.model)).decode(),
+        block_size=spec.match_page_tokens,
+    )
 
 
 def _for_anyone(shot: Snapshot) -> Snapshot:

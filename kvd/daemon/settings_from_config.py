@@ -16,6 +16,7 @@ from kvd.core.settings import (
     CacheMode,
     Demotion,
     DialRule,
+    KvEventSettings,
     Settings,
     TierSettings,
 )
@@ -71,7 +72,15 @@ def settings_of(config: Config, launched: Launch) -> Settings:
         cache_mode=CacheMode(config.cache.mode),
         tiers=_tiers(config, launched.spec),
         is_journaled=launched.pool.is_journaled,
+        kv_events=_kv_events(config),
     )
+
+
+def _kv_events(config: Config) -> KvEventSettings | None:
+    if not config.kv_events.enabled:
+        return None
+    medium = "CPU" if config.pool.device == "cpu" else "GPU"
+    return KvEventSettings(medium, config.kv_events.namespaces)
 
 
 def pool_quotas(config: Config, spec: PoolSpec) -> tuple[Quota, ...]:

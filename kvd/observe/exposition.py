@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from kvd.observe.metrics import Counter
 from kvd.wire.snapshot import IN_POOL
@@ -28,7 +29,15 @@ if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
     from kvd.observe.metrics import Histogram, Histograms, Labels, Metrics
-    from kvd.wire.snapshot import PeerState, PoolState, QuotaState, Snapshot, ThrashState, TierState
+    from kvd.wire.snapshot import (
+        KvEventState,
+        PeerState,
+        PoolState,
+        QuotaState,
+        Snapshot,
+        ThrashState,
+        TierState,
+    )
 
 Values = TypeVar("Values", bound="Labels")
 
@@ -90,6 +99,8 @@ class Exposition:
             yield from _of_tier_thrash(node.tiers, node.evictions.thrashing)
         if node.quotas:
             yield from _of_quotas(node.quotas)
+        if node.kv_events is not UNSET:
+            yield from _of_kv_events(node.kv_events)
         yield from _of_node(node)
         build = msgspec.structs.asdict(self._build)
         yield InfoMetricFamily("kvd_build", "What runs here.", value=build)
@@ -363,6 +374,22 @@ def _tier_probes(tier: TierState) -> dict[str, float]:
 
 def _tier_failures(tier: TierState) -> dict[str, float]:
     return {"failed": tier.failed_orders, "cut": tier.cut}
+
+
+def _of_kv_events(told: KvEventState) -> Iterator[Metric]:
+    """What routers are told."""
+    number = "Number of the last batch of KV events; consumers count by it."
+    yield gauge("kvd_kv_event_number", number, told.last_number)
+    yield gauge("kvd_kv_event_subscribers", "Routers that listen.", told.subscribers)
+    yield gauge("kvd_kv_event_blocks", "Blocks that a router knows of here.", told.blocks)
+    yield total("kvd_kv_event_batches", "Batches published, empty ones too.", told.batches)
+    replays = "Questions for batches that were missed."
+    yield total("kvd_kv_event_replays", replays, told.replays)
+    snapshots = "Times that everything was told anew."
+    yield total("kvd_kv_event_snapshots", snapshots, told.snapshots)
+    lost = {("slow-subscriber",): told.cut, ("no-number",): told.dropped}
+    doc = "Batches that a subscriber did not get, or nobody."
+    yield total("kvd_kv_event_lost_batches", doc, lost, ("why",))
 
 
 OVER = frozenset({"ready", "closed", "settled", "forgotten"})

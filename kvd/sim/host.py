@@ -25,6 +25,7 @@ from kvd.sim.engine import SimSession
 from kvd.sim.epochs import SimEpochs
 from kvd.sim.node_shell import NodeShell, incarnation
 from kvd.sim.pool import SimMemory
+from kvd.sim.router import SimRouter
 from kvd.sim.storage import SimDisk, SimStorageProcess
 from kvd.sim.transfer_process import SimTransferProcess
 from kvd.sim.violation import Violated, require
@@ -56,6 +57,9 @@ SWEEPS, SWEEP_WORK = 0.2, 40
 """Share of ticks with a turn of the standing audit, and so little work at each that every sweep is
 cut in the middle of its phases."""
 
+GAPS = 0.02
+"""Of the ticks, those by which a router has missed some KV events."""
+
 
 class SimHost(NodeShell):
     """One node, over all its lives."""
@@ -71,6 +75,8 @@ class SimHost(NodeShell):
         self.is_up = False
         self.asleep_until_s = 0.0
         self.node: NodeState
+        self.router: SimRouter | None = None
+        """Who hears its KV events, if anybody does."""
         self.transfer: SimTransferProcess
         self.session: SimSession
         self.memory: SimMemory
@@ -114,6 +120,7 @@ class SimHost(NodeShell):
             self.settings, incarnation=incarnation(self.name, self.life)
         )
         self.node = world.make_node(self.settings, world.agenda.now_s)
+        self.router = None if self.settings.kv_events is None else SimRouter(self.name)
         self.memory = SimMemory(self.settings.spec, world.contents)
         self.grants = {}
         self._seq = 0
@@ -344,6 +351,8 @@ class SimHost(NodeShell):
             world.watch(self, step)
         for effect in step.effects:
             self.perform(effect)
+        if self.router is not None:
+            self.router.agree(self.node)
 
     def tick(self, life: int, number: int) -> None:
         """Time passes, unless the node is down or suspended."""
@@ -352,6 +361,8 @@ class SimHost(NodeShell):
         agenda = self.world.agenda
         if self.asleep_until_s <= agenda.now_s:
             self.feed(inputs.Tick(agenda.now_s))
+            if self.router is not None and self.world.rng.random() < GAPS:
+                self.feed(inputs.BlocksMissed(agenda.now_s))
             # At rest there is nothing that the sweep before has not seen.
             has_news = self._is_stirred or not self.world.profile.rests
             if has_news and self.world.rng.random() < SWEEPS:
@@ -418,6 +429,9 @@ class SimHost(NodeShell):
         if isinstance(effect, effects.ReadyToStop):
             # When this step is over: the process ends with all that it was told to do done.
             self.world.agenda.after(0.0, self._stopped, self.life)
+            return
+        if self.router is not None and isinstance(effect, effects.BlockEvent):
+            self.router.hear(effect)
             return
         if not isinstance(effect, effects.AnswerWorker):
             super().perform_other(effect)

@@ -183,7 +183,7 @@ class NodeShell:
         raise Violated(f"{self.name}: this world has no tiers, and is to restart storage: {why}")
 
     def perform_other(self, effect: effects.Effect) -> None:
-        """Of the journal, the audit, or a stop: whoever has none of these sees none of them."""
+        """Of journal, audit, KV events or stop: whoever has none of these sees none of them."""
         raise Violated(
             f"{self.name}: this shell does not know the effect {type(effect).__name__}: add a case "
             "to kvd.sim.node_shell"

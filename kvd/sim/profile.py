@@ -84,6 +84,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """How long requests come, and how long none, in turns; 0: they come all the time."""
     rests: bool = False
     """Whether a daemon at rest ticks when something is due, as a real one does."""
+    has_routers: bool = False
+    """Whether somebody listens to KV events, and misses some now and then."""
 
 
 _OTHER_FAMILY = Profile(

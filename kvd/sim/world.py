@@ -20,7 +20,7 @@ import xxhash
 
 from kvd.core.layout.quota import Quota
 from kvd.core.node import NodeState
-from kvd.core.settings import Demotion, Settings, TierSettings
+from kvd.core.settings import Demotion, KvEventSettings, Settings, TierSettings
 from kvd.sim.agenda import Agenda
 from kvd.sim.contents import PAGE_TOKENS, Contents, WrittenPrompt
 from kvd.sim.copying import COPYING
@@ -156,6 +156,9 @@ class World:
                 quotas=self._quotas(settings.spec.pages[0]),
                 tiers=(msgspec.structs.replace(tier, quotas=self._quotas(tier.capacity_bytes)),),
             )
+        if self.profile.has_routers:
+            told = KvEventSettings("CPU", most_tokens=self.rng.choice((16, 100, 65_536)))
+            settings = msgspec.structs.replace(settings, kv_events=told)
         return SimHost(self, settings)
 
     def _tiers(self) -> tuple[TierSettings, ...]:

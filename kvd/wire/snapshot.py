@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from kvd.wire.memory import ShardPlace
 
@@ -269,6 +270,32 @@ class RecorderState(msgspec.Struct, frozen=True):
     inputs: int = 0
     record_bytes: int = 0
     why: str = ""
+
+
+class KvEventState(msgspec.Struct, frozen=True):
+    """What routers are told by KV events, and what became of it."""
+
+    listen: str = ""
+    replay: str = ""
+    topic: str = ""
+    last_number: int = -1
+    """Of the last batch; -1: there was none ever."""
+    subscribers: int = 0
+    """Who listens now."""
+    batches: int = 0
+    """Published by this process, empty ones among them."""
+    blocks: int = 0
+    """In the pool: what a router knows that has heard all of it."""
+    stored_blocks: int = 0
+    """The same in the tiers of this node alone."""
+    snapshots: int = 0
+    """How often everything was told anew."""
+    replays: int = 0
+    """How often somebody asked for batches again."""
+    cut: int = 0
+    """Batches that one of the subscribers did not take, for it read too slowly."""
+    dropped: int = 0
+    """Batches that were published to nobody, because no number could be kept for them."""
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -619,3 +646,5 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Pins that ended because a request had no other pages."""
     late_marks: tuple[LateMark, ...] = ()
     """Of engines that copy between pages and blocks of their own: one for each and its device."""
+    kv_events: KvEventState | UnsetType = UNSET
+    """Left out where nobody is told."""

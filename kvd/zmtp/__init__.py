@@ -16,7 +16,8 @@ The map of this room, from the wire to the loop::
 
 Everything above ``turns`` does no input or output and knows no clock. What comes from the
 other side never raises: it is a message, or the connection ends with a ``ConnectionFault``. Peers
-are sockets of libzmq, 3.0 or later; to them a listener is a ROUTER and a dialer a DEALER.
+are sockets of libzmq, 3.0 or later; to them a listener is a ROUTER,
+or a PUB where its owner says so, and a dialer a DEALER.
 
 What must not live here: what messages mean, who may say what, codecs.
 """

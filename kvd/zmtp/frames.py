@@ -36,6 +36,13 @@ SHORT_HEADERS: Final = tuple(
 """Of frames that are no commands, by flags and size: as ``header`` makes them."""
 
 
+SUBSCRIBED: Final = b"\1"
+CANCELLED: Final = b"\0"
+TOPIC_COMMANDS: Final = {b"SUBSCRIBE": SUBSCRIBED, b"CANCEL": CANCELLED}
+"""How a SUB says what it wants to hear: in ZMTP 3.1 a command, in 3.0 a message of this byte and
+the beginning of topics."""
+
+
 def greeting(mechanism: bytes, *, as_server: bool) -> bytes:
     """What each side says first. libzmq does not say whether it is the server, nor reads it."""
     head = b"\xff" + bytes(8) + b"\x7f" + bytes((MAJOR, _MINOR)) + mechanism.ljust(20, b"\0")

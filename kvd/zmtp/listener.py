@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from mypy_extensions import mypyc_attr
 from typing_extensions import override
@@ -26,7 +26,7 @@ from kvd.zmtp.bounds import BOUNDS, COMING_S, RELIEF_BYTES, TURN_S, UNKEPT_S
 from kvd.zmtp.connection import Owner, ZmtpConnection
 from kvd.zmtp.curve import CurveServer
 from kvd.zmtp.events import ConnectionClosed, ConnectionFault
-from kvd.zmtp.mechanism import Null
+from kvd.zmtp.mechanism import PUB, ROUTER, Null
 from kvd.zmtp.protocol import TRAFFIC, Protocol
 from kvd.zmtp.shares import Budget, Places
 from kvd.zmtp.turns import FairTurns
@@ -59,6 +59,9 @@ LAST_WORDS_S: Final = 0.5
 @mypyc_attr(allow_interpreted_subclasses=True)
 class ListenerOwner:
     """Who answers for a listener. By default everyone is let in, and nothing is said."""
+
+    socket_type: ClassVar[bytes] = ROUTER
+    """What it is to others; of a PUB, messages that come are what a SUB wants to hear."""
 
     def start(
         self,
@@ -192,8 +195,9 @@ class Listener(Owner):
         if sock.family != socket.AF_UNIX:
             with contextlib.suppress(OSError):  # it has hung up already
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        mechanism = Null() if self._ring is None else CurveServer(self._ring)
-        machine = Protocol(mechanism, self.bounds.max_message_bytes)
+        kind = self._host.socket_type
+        mechanism = Null(kind) if self._ring is None else CurveServer(self._ring)
+        machine = Protocol(mechanism, self.bounds.max_message_bytes, takes_topics=kind == PUB)
         connection = ZmtpConnection(sock, machine, self, self._batch, self._to_come)
         connection.peer = address[0] if isinstance(address, tuple) else ""
         connection.origin = connection.peer or _process_behind(sock)

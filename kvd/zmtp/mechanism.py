@@ -17,7 +17,12 @@ from kvd.zmtp.frames import MAX_SHORT, MORE, SHORT_HEADERS
 
 ROUTER: Final = b"ROUTER"
 DEALER: Final = b"DEALER"
-_TALKS_TO: Final = {ROUTER: {b"DEALER", b"REQ", b"ROUTER"}, DEALER: {b"ROUTER", b"DEALER", b"REP"}}
+PUB: Final = b"PUB"
+_TALKS_TO: Final = {
+    ROUTER: {b"DEALER", b"REQ", b"ROUTER"},
+    DEALER: {b"ROUTER", b"DEALER", b"REP"},
+    PUB: {b"SUB", b"XSUB"},
+}
 
 
 class Mechanism(Protocol):
@@ -82,13 +87,13 @@ def malformed(what: str) -> ConnectionClosed:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Null:
-    """A ROUTER waits to hear who comes before it says READY; a DEALER says it at once."""
+    """A DEALER says READY at once; a ROUTER or a PUB, which listen, wait to hear who comes."""
 
     name: ClassVar[bytes] = b"NULL"
     overhead: ClassVar[int] = 0
 
     def __init__(self, socket_type: bytes = ROUTER, routing_id: bytes = b"") -> None:
-        self.is_listening = socket_type == ROUTER
+        self.is_listening = socket_type != DEALER
         self._socket_type = socket_type
         self._ready = frames.command(b"READY", own_properties(socket_type, routing_id))
 

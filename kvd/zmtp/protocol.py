@@ -60,8 +60,12 @@ TRAFFIC: Final = ProtocolState.TRAFFIC
 class Protocol:
     """One side. ``receive`` bytes, then ask for ``next_event`` until there is none."""
 
-    def __init__(self, mechanism: Mechanism, max_message_bytes: int) -> None:
+    def __init__(
+        self, mechanism: Mechanism, max_message_bytes: int, *, takes_topics: bool = False
+    ) -> None:
+        """``takes_topics``: whether commands of a SUB are messages, spelled as in ZMTP 3.0."""
         self.state = ProtocolState.GREETING
+        self._takes_topics = takes_topics
         self._mechanism = mechanism
         self._is_wrapped = mechanism.overhead > 0
         self._max_wire = max_message_bytes + mechanism.overhead
@@ -252,8 +256,7 @@ class Protocol:
                 if plain[0] & BOXED_COMMAND:
                     flags |= COMMAND
             if flags & COMMAND:
-                self._commanded(payload)
-                return []
+                return self._commanded(payload)
             if not flags & MORE and not self._frames:
                 return [payload]
             self._frames.append(payload)
@@ -320,12 +323,15 @@ class Protocol:
             )
         return None
 
-    def _commanded(self, payload: bytes) -> None:
+    def _commanded(self, payload: bytes) -> Frames:
         """A heartbeat is answered; what we do not know is of no meaning here."""
         name, body = frames.split_command(payload)
+        if self._takes_topics and name in frames.TOPIC_COMMANDS:
+            return [frames.TOPIC_COMMANDS[name] + body]
         if name == b"PING":
             context = body[_PING_TTL : _PING_TTL + _PING_CONTEXT]
             self._mechanism.wrap(self._out, frames.named(b"PONG", context), COMMAND)
+        return []
 
     def _keep_rest(self) -> None:
         """Of a read only what is not done with; an idle connection keeps nothing."""

@@ -22,6 +22,7 @@ ROOMS = (
     ("settings",),
     ("components",),
     ("leases",),
+    ("kv_events",),
     ("tiers",),
     ("peers",),
     ("handoff",),

@@ -213,3 +213,26 @@ def test_rules_want_two_listeners_on_two_ports() -> None:
         ("http.listen", "uses port 7402 as peers.listen does", "choose another port")
     ]
     assert findings("http.listen=127.0.0.1:0", "peers.listen=tcp://127.0.0.1:0") == []
+
+
+KV_EVENTS = ("kv_events.enabled=true", "kv_events.model=llama-70b")
+
+
+def test_kv_events_need_a_model_and_a_cache_and_ports_of_their_own() -> None:
+    assert findings(*KV_EVENTS) == []
+    assert findings("kv_events.replay=tcp://127.0.0.1:7402") == []
+    assert [key for key, _, _ in findings("kv_events.enabled=true")] == ["kv_events.model"]
+    assert [key for key, _, _ in findings(*KV_EVENTS, "cache.mode=off")] == ["kv_events.enabled"]
+    assert findings(*KV_EVENTS, "kv_events.replay=tcp://127.0.0.1:7403") == [
+        ("kv_events.replay", "uses port 7403 as kv_events.listen does", "choose another port")
+    ]
+    for wrong in ("kv_events.model=a@b", "kv_events.model=", 'kv_events.namespaces=["a#lora=b"]'):
+        assert [key for key, _, _ in findings(wrong)] == [wrong.partition("=")[0]]
+
+
+def test_kv_events_stay_on_the_host_unless_all_hosts_are_trusted() -> None:
+    outside = ("kv_events.listen=tcp://*:7403", "kv_events.replay=tcp://10.0.0.1:7404")
+    found = findings(*KV_EVENTS, *outside)
+    assert [key for key, _, _ in found] == ["kv_events.listen", "kv_events.replay"]
+    assert found[0][1].startswith("leaves this host")
+    assert findings(*KV_EVENTS, *outside, "kv_events.insecure=true") == []

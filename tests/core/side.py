@@ -36,6 +36,7 @@ from kvd.sim.node_shell import (
     Stream,
     incarnation,
 )
+from kvd.sim.router import SimRouter
 from kvd.types import (
     ID_BYTES,
     NO_PAGES,
@@ -236,6 +237,8 @@ class Side(NodeShell):
         self.grants: dict[int, Grant] = {}
         self.generation = 0
         self.unkept: list[effects.KeepEpochs] = []
+        self.router = SimRouter(self.name)
+        """Who hears its KV events, where it has any."""
         if self.disk is not None:
             flushes = [
                 msgspec.structs.replace(flush, ago_s=flush.ago_s + self.born_s - self.kept_at_s)
@@ -266,6 +269,8 @@ class Side(NodeShell):
             self.perform(effect)
         if self.config.is_journaled:
             self.noted.agree(self.node)
+        if self.node.announcer is not None:
+            self.router.agree(self.node)
         return step.effects
 
     @override
@@ -275,6 +280,8 @@ class Side(NodeShell):
             assert effect.call not in self.answered, f"answered twice: {effect}"
             self.answered.add(effect.call)
             self.told_workers.append(effect)
+        elif isinstance(effect, effects.BlockEvent):
+            self.router.hear(effect)
 
     @override
     def keep_epochs(self, effect: effects.KeepEpochs) -> None:

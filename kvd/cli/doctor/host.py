@@ -155,6 +155,9 @@ def addresses(subject: Subject) -> list[DoctorFinding]:
         "peers.listen": tcp_address(config.peers.listen),
         "http.listen": host_port(config.http.listen),
     }
+    if config.kv_events.enabled:
+        wanted["kv_events.listen"] = tcp_address(config.kv_events.listen)
+        wanted["kv_events.replay"] = tcp_address(config.kv_events.replay)
     for key, address in wanted.items():
         if address is not None and address.port:
             out.append(_port(key, address, running))

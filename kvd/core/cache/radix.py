@@ -92,6 +92,19 @@ class PagesAtNodes(Protocol):
         """``nodes`` left the tree: what was at them is free."""
 
 
+class TreeWatch(PagesAtNodes, Protocol):
+    """Whoever tells others of what is cached."""
+
+    def joined(self, leaf: RadixNode) -> None:
+        """``leaf`` is new, with its pages."""
+
+    def hidden(self, node: RadixNode) -> None:
+        """No prompt finds ``node``, nor what is below it, from now on."""
+
+    def flushed(self, keys: Collection[str] | None) -> None:
+        """These namespaces were flushed, or all; what is locked stayed."""
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RadixTree:
     """The cached prefixes of all namespaces. Theory of operation and invariants: see the module.
@@ -102,6 +115,7 @@ class RadixTree:
         roots: By namespace, those that were matched or filled lately; empty ones included.
         order: Who is evicted first. Read these two; only the tree writes them.
         components: Who keeps other pages at the nodes; ``AllComponentPages`` adds them.
+        watch: Who tells others of what is cached, if anybody; ``watch_with`` sets it.
     """
 
     def __init__(
@@ -116,6 +130,7 @@ class RadixTree:
         self.evictable_bytes = 0
         self.protected_bytes = 0
         self._page_bytes = match_page_tokens * ID_BYTES
+        self.watch: TreeWatch | None = None
         self._moved = moved or MovedPages()
         self._take_order(order)
         self.roots: dict[str, RadixNode] = {}
@@ -124,7 +139,7 @@ class RadixTree:
 
     def _take_order(self, order: EvictionOrder) -> None:
         self.order = order
-        self._add = order.add
+        self._add = order.add if self.watch is None else self._add_and_tell
         self._take = order.take_victims
         self._release = order.release
         self._touch = order.touch
@@ -132,6 +147,17 @@ class RadixTree:
     def reorder(self, order: EvictionOrder) -> None:
         """Goes by another order from now on, which has taken over from the one before."""
         self._take_order(order)
+
+    def watch_with(self, watch: TreeWatch) -> None:
+        """Tells it of everything that joins, splits, leaves or is hidden from now on."""
+        self.watch = watch
+        self.components.append(watch)
+        self._add = self._add_and_tell
+
+    def _add_and_tell(self, leaf: RadixNode) -> None:
+        assert self.watch is not None
+        self.order.add(leaf)
+        self.watch.joined(leaf)
 
     @property
     def evictable_pages(self) -> int:
@@ -485,6 +511,8 @@ class RadixTree:
         self.evictable_bytes -= len(pages)
         for pages_at_nodes in self.components:
             pages_at_nodes.dropped(gone)
+        if self.watch is not None:
+            self.watch.flushed(namespaces)
         # What was dropped may have been all of a namespace.
         self._sweep_roots()
         return FlushedNodes(pages, kept // ID_BYTES, gone)
@@ -508,6 +536,8 @@ def hide(tree: RadixTree, node: RadixNode) -> None:
     """
     parent = node.parent
     assert parent is not None
+    if tree.watch is not None:
+        tree.watch.hidden(node)
     page_bytes = tree.match_page_tokens * ID_BYTES
     _unlink(node, parent)
     digest = hashlib.shake_256(b"%d %b" % (node.id, bytes(node.edge[:page_bytes])))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
+
 from kvd import __version__
 from kvd.core.cache.namespaces import told
 from kvd.core.inspect.evicted import eviction_state
@@ -67,6 +69,7 @@ def snapshot(node: NodeView) -> Snapshot:
         pins=tuple([pin_state(node, pin) for pin in node.pins.by_id.values()]),
         pins_gave_way=node.pins.gave_way,
         late_marks=tuple(_late_marks(node)),
+        kv_events=UNSET if node.announcer is None else node.announcer.state,
     )
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.pull_source import PullSource
     from kvd.core.handoff.receive import Decoder
     from kvd.core.handoff.send import Prefiller
+    from kvd.core.kv_events.announcer import BlockAnnouncer
     from kvd.core.leases.admission import Admission
     from kvd.core.leases.engine_copies import EngineCopies
     from kvd.core.leases.epochs import Epochs
@@ -83,6 +84,7 @@ class NodeView(Protocol):
     drainer: Drainer
     epochs: Epochs
     pins: Pins
+    announcer: BlockAnnouncer | None
 
     # These two rank above this room, so only what is read of them is known here.
     @property

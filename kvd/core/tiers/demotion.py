@@ -27,7 +27,7 @@ from kvd.core.cache.eviction import path_of
 from kvd.core.cache.lease import DEMOTION, Claim
 from kvd.core.settings import Demotion
 from kvd.core.tiers.moves import TierMove, joined
-from kvd.types import ID_BYTES, NO_TOKENS, Pages
+from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens
 from kvd.wire import events
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvd.core.cache.quiet_locks import QuietLocks
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.inputs import Demoted
+    from kvd.core.kv_events.announcer import BlockAnnouncer
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
     from kvd.core.tiers.index import ObjectShare, TierIndex
@@ -65,10 +66,11 @@ USED_TWICE: Final = 2
 class NodeDemotion(TierMove):
     """Pages of one node that are being written; ``keys`` are all of the node as far as that goes.
 
-    ``places``: which of them were ordered; ``share``: by what a store counts them.
+    ``places``: which of them were ordered; ``start_tokens``: where in its prompt the node began
+    then; ``share``: by what a store counts them.
     """
 
-    __slots__ = ("places", "share")
+    __slots__ = ("places", "share", "start_tokens")
 
     verb: ClassVar[str] = "demotion"
 
@@ -83,6 +85,9 @@ class NodeDemotion(TierMove):
     ) -> None:
         super().__init__(tier, lease, namespace, before, keys)
         self.places = places
+        assert lease.anchor is not None
+        assert lease.anchor.parent is not None
+        self.start_tokens = lease.anchor.parent.end_tokens
         writes = tier.writes
         self.share = writes.ordered(namespace, len(places)) if writes is not None else None
 
@@ -448,6 +453,8 @@ class Demoter:
         written = {move.places[at] for at in got.written if 0 <= at < len(move.places)}
         n_there = 0 if move.is_void else self._n_there(move, written)
         index.add(move.namespace, move.keys[:n_there], move.before)
+        if tier.announcer is not None and n_there:
+            self._tell(tier.announcer, move, n_there)
         # Behind one that is not there nobody looks for it. What is void went with its namespace.
         if not move.is_void:
             vain = [move.keys[place] for place in sorted(written) if place >= n_there]
@@ -475,6 +482,14 @@ class Demoter:
         )
         self._end(move, "demoted" if written else "not-written")
         self._seen = (-1, -1, -1)
+
+    def _tell(self, announcer: BlockAnnouncer, move: NodeDemotion, n_there: int) -> None:
+        """Routers are told that the first of them lie there."""
+        leases, anchor = self._leases, move.lease.anchor
+        assert anchor is not None
+        end_tokens = move.start_tokens + n_there * leases.tree.match_page_tokens
+        tokens = Tokens(leases.tree.path_tokens(anchor)[: end_tokens * ID_BYTES])
+        announcer.lie_in_tier(move.namespace, tokens, move.keys[:n_there], move.before)
 
     def _n_there(self, move: NodeDemotion, written: set[int]) -> int:
         """How many of the node's first pages are in the tier now."""

@@ -22,7 +22,7 @@ Invariant: n_objects = the sum over namespaces = the sum over shares.
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from mypy_extensions import mypyc_attr
 
@@ -70,6 +70,13 @@ class ObjectShare(QuotaShare):
         self.last: list[LastObject] = []
 
 
+class ObjectWatch(Protocol):
+    """Whoever tells others of what lies in a tier."""
+
+    def left(self, keys: Iterable[bytes]) -> None:
+        """These are not there any more."""
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class TierIndex:
     """The objects of one tier, as far as it has said so."""
@@ -85,11 +92,14 @@ class TierIndex:
         "removed",
         "reserved",
         "rest",
+        "watch",
     )
 
     def __init__(self, capacity: int, quotas: Iterable[Quota] = ()) -> None:
         self.capacity = capacity
         """So many objects at most, those that are being written among them."""
+        self.watch: ObjectWatch | None = None
+        """Who is told what goes, if anybody."""
         self.n_objects = 0
         self.removed = RemovedObjects(capacity)
         self.reserved = 0
@@ -247,7 +257,10 @@ class TierIndex:
 
     def forget_namespace(self, namespace: str) -> int:
         """All of it; how many objects that were."""
-        n_objects = len(self._by_namespace.pop(namespace, ()))
+        gone = self._by_namespace.pop(namespace, {})
+        n_objects = len(gone)
+        if self.watch is not None:
+            self.watch.left(gone)
         self.n_objects -= n_objects
         if n_objects:
             self._share.pop(namespace).n_pages -= n_objects
@@ -255,6 +268,9 @@ class TierIndex:
 
     def clear(self) -> None:
         """Nothing is known of what lies there, nor is anything being written."""
+        for objects in self._by_namespace.values():
+            if self.watch is not None:
+                self.watch.left(objects)
         self._by_namespace = {}
         self.n_objects = self.reserved = 0
         self.share_out(self.quotas)
@@ -322,6 +338,8 @@ class TierIndex:
 
     def _remove(self, namespace: str, objects: dict[bytes, TierObject], key: bytes) -> None:
         known, share = objects.pop(key), self._share[namespace]
+        if self.watch is not None:
+            self.watch.left((key,))
         self.n_objects -= 1
         share.n_pages -= 1
         above = objects.get(known.before)

@@ -405,6 +405,13 @@ class Promotions:
         took_s = self._out.at_s - move.since_s
         tier.measure_read(got.n_bytes, took_s)
         tier.was_read(n_good, got.why or "nothing was read")
+        if tier.announcer is not None and not move.is_void and n_good:
+            # It may lie there since before this daemon began: only now its tokens are known. Or it
+            # has gone for the bound, while it was read.
+            keys = move.keys[: index.leading(move.namespace, move.keys[:n_good])]
+            end_tokens = move.lease.prefix_tokens + len(keys) * self._leases.page_size
+            tokens = Tokens(move.lease.tokens[: end_tokens * ID_BYTES])
+            tier.announcer.lie_in_tier(move.namespace, tokens, keys, move.before)
         n_cached = 0 if move.is_void else self._keep(move.lease, n_good)
         tier.counts.read += n_cached
         self._out.emit(

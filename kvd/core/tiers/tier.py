@@ -26,6 +26,7 @@ from kvd.wire import events
 
 if TYPE_CHECKING:
     from kvd.core.cache.quotas import QuotaShare
+    from kvd.core.kv_events.announcer import BlockAnnouncer
     from kvd.core.leases.flushes import Flushes
     from kvd.core.outbox import Outbox
     from kvd.core.settings import TierSettings
@@ -163,6 +164,7 @@ class StorageTier:
         "_ending",
         "_flushes",
         "_out",
+        "announcer",
         "counts",
         "down_why",
         "generation",
@@ -181,7 +183,12 @@ class StorageTier:
     )
 
     def __init__(
-        self, settings: TierSettings, flushes: Flushes, ending: StorageEnding, out: Outbox
+        self,
+        settings: TierSettings,
+        flushes: Flushes,
+        ending: StorageEnding,
+        out: Outbox,
+        announcer: BlockAnnouncer | None = None,
     ) -> None:
         self.settings = settings
         self.name = settings.name
@@ -192,6 +199,10 @@ class StorageTier:
         """When it had other quotas than before; None: it has those of the start."""
         self.writes = StoreWrites(settings.lifetime_s, quotas, out) if is_shared else None
         """What is known of one that nodes share beside the index; None: it is this node's alone."""
+        self.announcer = None if is_shared else announcer
+        """Who tells routers what lies there; nobody of what others may remove."""
+        if self.announcer is not None:
+            self.index.watch = self.announcer.in_tiers
         self.counts = TierCounts()
         self.left: OrderedDict[int, bytes] = OrderedDict()
         """By the number of a node that has left the pool, the key of its last page, which lay here

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease import Claim
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.inputs import Demoted, Promoted, StorageGone, TierFound, TierProbed, TierReady
+    from kvd.core.kv_events.announcer import BlockAnnouncer
     from kvd.core.layout.quota import Quota
     from kvd.core.leases.admission import Admission
     from kvd.core.leases.epochs import Epochs
@@ -63,14 +64,20 @@ class Tiers:
         epochs: Epochs,
         flushes: Flushes,
         out: Outbox,
+        announcer: BlockAnnouncer | None = None,
     ) -> None:
+        """``announcer``: who tells routers what lies in tiers of this node alone."""
         # What lies beside the first component has pages of its own at the nodes, which no object
         # has; and without a tree nothing would ever be found.
         is_fit = not leases.components.each and settings.cache_mode is CacheMode.RADIX
         ending = StorageEnding()
         self.moves = TierMoves(ending, out)
         self.each = tuple(
-            [StorageTier(tier, flushes, ending, out) for tier in settings.tiers if is_fit]
+            [
+                StorageTier(tier, flushes, ending, out, announcer)
+                for tier in settings.tiers
+                if is_fit
+            ]
         )
         self.keys = KeysAtNodes(settings.spec, leases.tree)
         self.quiet = QuietLocks(leases.tree)
