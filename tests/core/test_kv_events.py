@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvd.core import effects, inputs
+from kvd.core.cache.radix import hide
 from kvd.core.kv_events.block_names import each_name, names_along, root_name
 from kvd.core.kv_events.told_namespace import told_namespace
 from kvd.core.replay.freeze import freeze
@@ -123,6 +124,19 @@ def test_what_has_keys_or_extra_keys_is_not_told_nor_what_is_behind_it():
     assert stored.tokens == PROMPT[: 2 * PAGE * ID_BYTES]
     cached(at, Tokens(extra + tokens((500, PAGE))))
     assert len(at.router.blocks) == 2
+
+
+def test_what_the_audit_hides_from_prompts_is_removed_and_not_told_again():
+    at = side()
+    cached(at, PROMPT)
+    tree = at.node.leases.tree
+    hide(tree, next(tree.nodes()))
+    (removed,) = at.node.out.drain().effects
+    assert len(each_name(removed.names)) == 6
+    at.router.hear(removed)
+    at.feed(inputs.BlocksMissed(at.world.now_s))
+    tick(at)
+    assert not at.router.blocks
 
 
 def test_an_epoch_ends_all_of_its_namespace_what_is_locked_too_and_a_flush_does_not():

@@ -7,8 +7,7 @@ binary of llm-d-router itself is not run.
 
 from __future__ import annotations
 
-import os
-import signal
+import random
 import socket
 import tempfile
 import time
@@ -387,6 +386,26 @@ def test_a_subscriber_that_goes_and_comes_again_is_told_of_everything(told):
         again.close()
 
 
+def test_garbage_at_either_socket_costs_nobody_anything(told):
+    node = told().start()
+    llmd = node.llmd()
+    rng = random.Random(7)
+    for endpoint in (node.listen, node.replay):
+        host, port = endpoint.removeprefix("tcp://").split(":")
+        for _ in range(20):
+            with socket.create_connection((host, int(port)), 5) as rude:
+                rude.sendall(rng.randbytes(rng.randrange(1, 500)))
+    with zmq.Context() as context, context.socket(zmq.XSUB) as greedy:
+        greedy.linger = 0
+        greedy.connect(node.listen)
+        for n in range(1000):
+            greedy.send(b"\1topic %d" % n)
+        greedy.send_multipart([b"no", b"topic"])
+        node.cache(FIVE)
+        assert llmd.until(lambda one: one.index.found(FIVE, MODEL, PAGE) == 5)
+    assert (llmd.dropped, llmd.failures) == ([], 0)
+
+
 def test_what_is_no_question_is_not_answered(told):
     node = told().start()
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -395,4 +414,3 @@ def test_what_is_no_question_is_not_answered(told):
         for frames in ([b"x"], [b"", b"short"], [b"", b"x" * 8, b"more"], [b"x", b"y" * 8]):
             dealer.send_multipart(frames)
         assert not dealer.poll(500)
-    os.kill(node.daemon.pid, signal.SIGTERM)
