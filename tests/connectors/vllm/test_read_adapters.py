@@ -354,9 +354,11 @@ def walk(files, seed):
     dropped, turn = 0, rng.randrange(20, 80)
     for number in range(1, 90):
         come_and_go(rng, engine, number)
+        if rng.random() < 0.2 and len(engine.blocks) < 10:
+            engine.add(Request(1000 + number, PROMPT))
         world.holds = rng.random() < 0.1
         engine.is_slow = rng.random() < 0.3
-        engine.is_busy = rng.random() < 0.3
+        engine.is_busy = rng.random() < 0.3 or turn - 10 < number < turn
         engine.has_no_blocks = rng.random() < 0.1
         if rng.random() < 0.2 or number == turn:
             engine.half.doubt_adapters({1})
@@ -366,7 +368,8 @@ def walk(files, seed):
             engine.half.adapter_stays = lambda adapter: False
             read(engine.worker.adapters, files / "other")
             engine.adapter.is_unknown = True
-            engine.is_slow = False
+            # In this very step they have their turn.
+            engine.is_slow = engine.is_busy = False
         engine.step()
         world.check_foreign()
     engine.settle()
