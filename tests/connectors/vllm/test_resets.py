@@ -276,11 +276,16 @@ def walk(seed):
                 for request in list(engine.running):
                     engine.preempt(request)
             assert engine.update_weights()
+        elif rng.random() < 0.06:
+            # Without a reset: that comes later, or not.
+            rng.choice([engine.half.weights_change, engine.half.weights_go])("a call")
+            world.weights += 1
         engine.step()
         world.check_foreign()
     if world.is_down:
         world.start(same_memory=True)
     engine.settle()
+    assert not world.wrong, "KV of other weights was shared"
     return engine.loaded_tokens, world.epoch
 
 
