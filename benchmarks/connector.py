@@ -224,6 +224,7 @@ class PlayedEngine:
             ),
             blocks=blocks,
         )
+        self.half.watch()
         self.running: dict[str, PlayedRequest] = {}
         self._pause_s = pause_s
         self._other = OtherWork()

@@ -9,6 +9,7 @@ import os
 import re
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -158,6 +159,32 @@ def test_a_sandbox_without_the_kernels_copy_has_memmove(
     assert (engine.pages()[:, [7, 8, 2]] == engine.before[:, [3, 4, 9]]).all()
     engine.load([0, 1, 2], [7, 8, 2]).result(5)
     assert (engine.there()[:, [0, 1, 2]] == engine.before[:, [3, 4, 9]]).all()
+
+
+def test_what_lies_side_by_side_in_the_pool_is_looked_up_as_one_stretch(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stretches: list[tuple[int, int]] = []
+    libc = host_lane._libc
+
+    def counted(call: Callable[..., int]) -> Callable[..., int]:
+        def copy(pid: int, near: int, n: int, far: int, n_far: int, flags: int) -> int:
+            stretches.append((n, n_far))
+            return call(pid, near, n, far, n_far, flags)
+
+        return copy
+
+    read, write = counted(libc.process_vm_readv), counted(libc.process_vm_writev)
+    counting = SimpleNamespace(process_vm_readv=read, process_vm_writev=write)
+    monkeypatch.setattr(host_lane, "_libc", counting)
+    blocks = np.random.default_rng(5).permutation(20)
+    pages = [*range(1, 11), *range(15, 25)]
+    engine.save(blocks, pages).result(5)
+    assert (engine.pages()[:, pages] == engine.before[:, blocks]).all()
+    engine.load(blocks[::-1], pages).result(5)
+    assert (engine.there()[:, blocks[::-1]] == engine.before[:, blocks]).all()
+    # All layers of a page, and pages that follow each other; of the engine each is by itself.
+    assert stretches == [(60, 2), (60, 2)]
 
 
 # ---- blocks and pages of different sizes ---------------------------------------------------------

@@ -47,7 +47,7 @@ class Memory:
         """Copies are slow, and none may touch what is away."""
         from kvd.client.mover import host_lane  # noqa: PLC0415
 
-        copied = host_lane._copied
+        copied = host_lane.copy_pieces
 
         def slow(columns, **how):
             self.touched += self.is_away
@@ -56,7 +56,7 @@ class Memory:
             self.touched += self.is_away
             return fault
 
-        host_lane._copied = slow
+        host_lane.copy_pieces = slow
 
 
 def sleep_as_on_a_gpu(engine):

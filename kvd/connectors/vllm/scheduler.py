@@ -79,13 +79,14 @@ Extra = dict[int, bytes]
 AFTER_A_MISTAKE: Final = "after a mistake"
 """Where nothing more can be done about one."""
 
-LOOK_EVERY_S: Final = 0.05
+WATCH_EVERY_S: Final = 0.1
 """So often it is looked at what has become of the session, where nothing fails and no request waits
 for it: whoever asks for something reads what there is, and each copy is held against the session
-where it is made."""
+where it is made. A thread beside the steps does it, of which no request has to bear the time."""
 
-WATCH_EVERY_S: Final = 0.1
-"""So often the same is done beside the steps, where no step has done it meanwhile."""
+LOOK_EVERY_S: Final = 0.2
+"""A step or a request that comes does the same where nobody has for so long, as without a thread
+for it."""
 
 NOBODY: Final = "no session with a daemon"
 UNFILLED: Final = "another connector may not have filled its blocks: it is not saved further"
@@ -183,7 +184,7 @@ class SchedulerHalf:
     # ---- the daemon --------------------------------------------------------------------------
 
     def _glance(self) -> NodeLink | None:
-        """``_look``, now and then: what no request waits for is read with what one does."""
+        """``_look``, where it is not done beside the steps, and where something has changed."""
         link = self._sessions.link
         if (
             link is None

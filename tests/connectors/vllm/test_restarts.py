@@ -320,7 +320,8 @@ def walk(seed, window=0, *, has_states=False, world_of=World):
         window=window,
     )
     engine.half._claims.most_ahead = rng.choice([0, 1, 8])
-    engine.half.look_every_s = rng.choice([0.0, 0.025, 0.1])
+    engine.half.look_every_s = rng.choice([0.0, 0.1, 0.2])
+    engine.looks = random.Random(seed) if rng.random() < 0.5 else None
     for number in range(1, 90):
         come_and_go(rng, engine, number)
         if (window or has_states) and rng.random() < 0.2:

@@ -890,6 +890,8 @@ class WorldEngine:
             start=self._start,
         )
         self.half.look_every_s = 0.0
+        self.looks = None
+        """Whoever draws when the session is looked at beside the steps, between two hooks."""
         self.stream = Stream()
         self.layers = {f"layer {n}": Layer(self.stream) for n in range(LAYERS)}
         self.worker = WorkerHalf(
@@ -912,6 +914,10 @@ class WorldEngine:
         self.half.arrived(request, lora=lora, extra=None if extra is None else dict(extra))
         self.waiting.append(request)
         return request
+
+    def _look_beside(self):
+        if self.looks is not None and self.looks.random() < 0.2:
+            self.half.kept_in("a look beside the steps", None, self.half._look)
 
     def _start(self, work):
         if self.are_threads_slow:
@@ -937,6 +943,7 @@ class WorldEngine:
             scheduled[request.request_id] = min(left, self.chunk, most)
         behind = {one: self.requests[one].num_computed_tokens + n for one, n in scheduled.items()}
         preempted, self.preempted = self.preempted, set()
+        self._look_beside()
         orders = self.half.step(scheduled, preempted)
         filled, self.filled = self.filled, []
         written = filled + [
@@ -987,6 +994,7 @@ class WorldEngine:
         upto = local + n_tokens
         self._give(request, request.num_tokens // BLOCK + 12, upto)
         self._fill(request, local)
+        self._look_beside()
         self.half.given_blocks(request, n_tokens)
         self.waiting.remove(request)
         if n_tokens:
@@ -1035,6 +1043,7 @@ class WorldEngine:
             del self.blocks[one]
         report = self.worker.take_report()
         self.heard(report)
+        self._look_beside()
         self.half.reported(report)
         for one in loaded:
             upto = self.remote.pop(one)
