@@ -5,7 +5,8 @@ An engine so starts in a few seconds. Run by the interpreter of an environment t
 ``LLM`` takes, variables for this engine alone, and how long the connector waits for what. An ask
 has ``ids``, and may have ``lora``, ``params``, ``reset`` (``drop``: of vLLM's own cache alone) and
 files to ``copy`` before, ``max_tokens`` and what else ``SamplingParams`` takes (``sampling``),
-prompts that are asked beside it (``more``), the priority of each (``priority``), after how many
+prompts that are asked beside it (``more``), the priority of each (``priority``), images or sound of
+each (``media``: see ``media.given``), after how many
 steps it is taken back (``abort``) or another adapter is loaded in the place of its own
 (``inplace``, with how many ``steps``), how the files of its adapter are replaced while it waits or
 runs (``swap``: see ``swap_beside``; ``left``: behind one that was taken back), what is called of
@@ -13,7 +14,7 @@ all workers before (``call``), whether the caches are reset ``amid`` it, after s
 and ``bytes``: then its answer has a digest
 of each block that vLLM can find again, by what vLLM finds it by. Out: the answers of each ask, or
 ``{"error": ...}`` if the engine does not start. ``breaks``: every load fails, in the ``worker``
-that should copy it, or before that in the ``scheduler``.
+that should copy it, or before that in the ``scheduler``; or images count for nothing (``media``).
 
 With ``"pipes": [ASKS, ANSWERS]`` in the place of asks the engine goes on beside others, and has a
 line for each ask in the first, and one for the answers of each in the second.
@@ -29,6 +30,8 @@ import os
 import shutil
 import sys
 import traceback
+
+from media import given
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -46,6 +49,7 @@ BROKEN = "this load is broken"
 
 def break_loads(where):
     """No load comes to anything; blocks stay as they are."""
+    from kvd.connectors.vllm.media import MediaKeys  # noqa: PLC0415
     from kvd.connectors.vllm.requests import Requests  # noqa: PLC0415
     from kvd.connectors.vllm.worker import RankCopy  # noqa: PLC0415
     from kvd.errors import Code, KvdError, Refusal  # noqa: PLC0415
@@ -61,11 +65,14 @@ def break_loads(where):
 
     if where == "worker":
         RankCopy.begin = begin
+    elif where == "media":
+        MediaKeys.of = lambda keys, request, page_size: {}
     else:
         Requests.load = load
 
 
 PREEMPTED: list[str] = []
+ENCODED: list[str] = []
 
 
 def started(asked):
@@ -86,6 +93,7 @@ def started(asked):
     if asked.get("breaks"):
         break_loads(asked["breaks"])
     note_preemptions()
+    note_encoders()
     fork_ranks()
     return LLM(enforce_eager=True, disable_log_stats=True, **how | asked["engine"])
 
@@ -131,7 +139,6 @@ def answers_of(engine, ask):
         return [leave_filled(engine.llm_engine, ask, sampling, lora)]
     if "swap" in ask:
         return [swap_beside(engine.llm_engine, ask, sampling, lora)]
-    prompts = [{"prompt_token_ids": ids} for ids in (ask["ids"], *ask.get("more", ()))]
     found = [
         {
             "tokens": list(out.outputs[0].token_ids),
@@ -139,9 +146,10 @@ def answers_of(engine, ask):
             "params": out.kv_transfer_params,
             "of_prompt": logprobs_of(out.prompt_logprobs),
             "preempted": sorted(PREEMPTED),
+            "encoded": list(ENCODED),
         }
         for out in engine.generate(
-            prompts,
+            prompts_of(ask),
             sampling,
             use_tqdm=False,
             lora_request=lora,
@@ -151,6 +159,18 @@ def answers_of(engine, ask):
     if ask.get("bytes"):
         found[-1]["bytes"] = digests_of(engine.llm_engine.engine_core.engine_core)
     return found
+
+
+def prompts_of(ask):
+    """Their tokens, and what stands in them beside these."""
+    prompts = [{"prompt_token_ids": ids} for ids in (ask["ids"], *ask.get("more", ()))]
+    if "media" in ask:
+        found = [one | given(told) for one, told in zip(prompts, ask["media"], strict=True)]
+        return [
+            {"prompt_embeds": one["prompt_embeds"]} if "prompt_embeds" in one else one
+            for one in found
+        ]
+    return prompts
 
 
 def settle(engine):
@@ -210,6 +230,19 @@ def note_preemptions():
         preempt(scheduler, request, *args, **more)
 
     Scheduler._preempt_request = noted
+
+
+def note_encoders():
+    """Have ``ENCODED`` name each image that an encoder is run for."""
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager  # noqa: PLC0415
+
+    allocate = EncoderCacheManager.allocate
+
+    def noted(manager, request, number):
+        ENCODED.append(request.mm_features[number].identifier)
+        allocate(manager, request, number)
+
+    EncoderCacheManager.allocate = noted
 
 
 def logprobs_of(prompt):
