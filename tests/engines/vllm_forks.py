@@ -5,13 +5,14 @@ An engine so starts in a few seconds. Run by the interpreter of an environment t
 ``LLM`` takes, variables for this engine alone, and how long the connector waits for what. An ask
 has ``ids``, and may have ``lora``, ``params``, ``reset`` (``drop``: of vLLM's own cache alone) and
 files to ``copy`` before, ``max_tokens`` and what else ``SamplingParams`` takes (``sampling``),
-prompts that are asked beside it (``more``), the priority of each (``priority``), after how many
-steps it is taken back (``abort``), what is called of all workers before (``call``; of ``sleep``:
-it sleeps, and wakes), whether the caches are reset ``amid`` it, after so many ``steps``, and
-``bytes``: then its answer has a digest of each block that vLLM can find again, by what vLLM finds
-it by. In its place there may be a ``play`` of several requests, see ``vllm_plays``. Out: the
-answers of each ask, or ``{"error": ...}`` if the engine does not start. ``breaks``: every load
-fails, in the ``worker`` that should copy it, or before that in the ``scheduler``.
+prompts that are asked beside it (``more``), the priority of each (``priority``), images or sound of
+each (``media``: see ``media.given``), after how many steps it is taken back (``abort``), what is
+called of all workers before (``call``; of ``sleep``: it sleeps, and wakes), whether the caches are
+reset ``amid`` it, after so many ``steps``, and ``bytes``: then its answer has a digest of each
+block that vLLM can find again, by what vLLM finds it by. In its place there may be a ``play`` of
+several requests, see ``vllm_plays``. Out: the answers of each ask, or ``{"error": ...}`` if the
+engine does not start. ``breaks``: every load fails, in the ``worker`` that should copy it, or
+before that in the ``scheduler``; or images count for nothing (``media``).
 
 With ``"pipes": [ASKS, ANSWERS]`` in the place of asks the engine goes on beside others, and has a
 line for each ask in the first, and one for the answers of each in the second.
@@ -28,6 +29,7 @@ import shutil
 import sys
 import traceback
 
+from media import given
 from vllm_plays import Play, flip, overlap_batches
 
 os.environ.update(
@@ -46,6 +48,7 @@ BROKEN = "this load is broken"
 
 def break_loads(where):
     """No load comes to anything; blocks stay as they are."""
+    from kvd.connectors.vllm.media import MediaKeys  # noqa: PLC0415
     from kvd.connectors.vllm.requests import Requests  # noqa: PLC0415
     from kvd.connectors.vllm.worker import RankCopy  # noqa: PLC0415
     from kvd.errors import Code, KvdError, Refusal  # noqa: PLC0415
@@ -61,11 +64,14 @@ def break_loads(where):
 
     if where == "worker":
         RankCopy.begin = begin
+    elif where == "media":
+        MediaKeys.of = lambda keys, request, page_size: {}
     else:
         Requests.load = load
 
 
 PREEMPTED: list[str] = []
+ENCODED: list[str] = []
 
 
 def started(asked):
@@ -86,6 +92,7 @@ def started(asked):
     if asked.get("breaks"):
         break_loads(asked["breaks"])
     note_preemptions()
+    note_encoders()
     fork_ranks()
     if asked["engine"].pop("overlaps", False):
         overlap_batches()
@@ -129,7 +136,6 @@ def answers_of(engine, ask):
     lora = LoRARequest(*ask["lora"]) if ask.get("lora") else None
     if "amid" in ask:
         return [reset_beside(engine.llm_engine, ask, sampling)]
-    prompts = [{"prompt_token_ids": ids} for ids in (ask["ids"], *ask.get("more", ()))]
     found = [
         {
             "tokens": list(out.outputs[0].token_ids),
@@ -137,9 +143,10 @@ def answers_of(engine, ask):
             "params": out.kv_transfer_params,
             "of_prompt": logprobs_of(out.prompt_logprobs),
             "preempted": sorted(PREEMPTED),
+            "encoded": list(ENCODED),
         }
         for out in engine.generate(
-            prompts,
+            prompts_of(ask),
             sampling,
             use_tqdm=False,
             lora_request=lora,
@@ -149,6 +156,18 @@ def answers_of(engine, ask):
     if ask.get("bytes"):
         found[-1]["bytes"] = digests_of(engine.llm_engine.engine_core.engine_core)
     return found
+
+
+def prompts_of(ask):
+    """Their tokens, and what stands in them beside these."""
+    prompts = [{"prompt_token_ids": ids} for ids in (ask["ids"], *ask.get("more", ()))]
+    if "media" in ask:
+        found = [one | given(told) for one, told in zip(prompts, ask["media"], strict=True)]
+        return [
+            {"prompt_embeds": one["prompt_embeds"]} if "prompt_embeds" in one else one
+            for one in found
+        ]
+    return prompts
 
 
 def settle(engine):
@@ -208,6 +227,19 @@ def note_preemptions():
         preempt(scheduler, request, *args, **more)
 
     Scheduler._preempt_request = noted
+
+
+def note_encoders():
+    """Have ``ENCODED`` name each image that an encoder is run for."""
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager  # noqa: PLC0415
+
+    allocate = EncoderCacheManager.allocate
+
+    def noted(manager, request, number):
+        ENCODED.append(request.mm_features[number].identifier)
+        allocate(manager, request, number)
+
+    EncoderCacheManager.allocate = noted
 
 
 def logprobs_of(prompt):

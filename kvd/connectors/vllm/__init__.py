@@ -7,6 +7,7 @@ Read in this order:
 
 - ``options``: what a user may set, and what is refused;
 - ``identity``: whose KV an engine takes; and ``weights``, what their files tell of them;
+- ``media``: what a prompt has beside its tokens, as images, and what that is found by;
 - ``params``: what a router's ``kv_transfer_params`` say;
 - ``orders``: what the scheduler's half tells the workers' in each step, and what these answer;
 - ``tracked``: one request, as the scheduler's half knows it;

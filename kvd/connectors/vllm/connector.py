@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 from typing import TYPE_CHECKING, Any, Final
@@ -41,6 +40,7 @@ from kvd.connectors.vllm.layout import (
     scheduled_sizes,
 )
 from kvd.connectors.vllm.log import logger
+from kvd.connectors.vllm.media import MediaKeys
 from kvd.connectors.vllm.options import options_of
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
@@ -84,6 +84,8 @@ NAME: Final = "KvdConnector"
 
 WISHED: Final = "BLHNC"
 """The layout of the KV cache that is asked for."""
+
+UNNAMED: Final = "what this engine's KV is of is not known yet"
 
 MOST_ENGINE_CHARS: Final = 59
 """Of an engine's id, in the name of its session."""
@@ -142,6 +144,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             vllm_config, kv_cache_config, any_version=self._options.any_version
         )
         self._config = vllm_config
+        self._media = MediaKeys(vllm_config, by_uuid=self._options.media == "uuid")
         self._n_blocks = kv_cache_config.num_blocks
         self._block_specs = [
             (group.layer_names, group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups
@@ -252,7 +255,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self._half.kept_in("a request comes", None, self._arrived, request)
 
     def _arrived(self, request: Request) -> None:
-        extra = _extra_keys(request, self._half.block_size) if self._namespace else None
+        extra = self._media.of(request, self._half.block_size) if self._namespace else UNNAMED
         adapter = request.lora_request
         lora = None if adapter is None else self._adapters.ask(adapter)
         self._half.arrived(request, lora=lora, extra=extra)
@@ -673,21 +676,6 @@ def _snapshot(name: str, revision: str | None, directory: str | None) -> str | N
     except (ImportError, OSError, ValueError):
         return None
     return found
-
-
-def _extra_keys(request: Request, block_size: int) -> dict[int, bytes] | None:
-    """By page, what stands there beside tokens; None: the prompt has no tokens of its own."""
-    if request.prompt_embeds is not None:
-        return None
-    found: dict[int, list[bytes]] = {}
-    for feature in request.mm_features:
-        place = feature.mm_position
-        for page in range(
-            place.offset // block_size, -(-(place.offset + place.length) // block_size)
-        ):
-            told = f"{feature.identifier} {place.offset - page * block_size}"
-            found.setdefault(page, []).append(told.encode())
-    return {page: hashlib.sha256(b" ".join(told)).digest() for page, told in found.items()}
 
 
 # Behind a connector of several vLLM looks for what it counts by this name alone, in a process that

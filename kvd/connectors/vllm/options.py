@@ -14,6 +14,7 @@ PREFIX: Final = "kvd."
 
 SAVES: Final = ("all", "prompt", "none")
 KNOWN_BY: Final = ("content", "path")
+MEDIA_KNOWN_BY: Final = ("content", "uuid")
 
 
 class VllmOptions(msgspec.Struct, frozen=True, rename=lambda name: PREFIX + name):
@@ -29,6 +30,9 @@ class VllmOptions(msgspec.Struct, frozen=True, rename=lambda name: PREFIX + name
     adapters: str = "content"
     """What LoRA adapters are known by: ``content`` of their files, or ``path``, where the files of
     a path never change."""
+    media: str = "content"
+    """What images and sound are known by: the ``content`` that vLLM has digested alone, or by the
+    ``uuid`` that a request gives them too, where each is of one content."""
     handoffs: bool = True
     """Hand prompts over to other nodes, and take them; false: cache only."""
     save: str = "all"
@@ -74,6 +78,7 @@ def options_of(extra: Mapping[str, object]) -> VllmOptions:
     for key, chosen, known_values in (
         ("save", found.save, SAVES),
         ("adapters", found.adapters, KNOWN_BY),
+        ("media", found.media, MEDIA_KNOWN_BY),
     ):
         if chosen not in known_values:
             raise BadOptions(f"kvd.{key} is {chosen!r}: it is one of {', '.join(known_values)}")

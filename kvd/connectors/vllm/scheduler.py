@@ -42,6 +42,7 @@ from kvd.connectors.vllm.lookup import (
     SILENT,
     LookUps,
 )
+from kvd.connectors.vllm.media import NO_TOKENS
 from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.opened import OpenedRooms, end_room
 from kvd.connectors.vllm.orders import StepOrders
@@ -388,14 +389,14 @@ class SchedulerHalf:
     # ---- a request comes ---------------------------------------------------------------------
 
     def arrived(
-        self, request: RequestView, *, lora: PendingName | None, extra: Extra | None
+        self, request: RequestView, *, lora: PendingName | None, extra: Extra | str
     ) -> None:
         """A request is new: look it up.
 
         Args:
             request: vLLM's.
             lora: what its adapter is known by, if it has one.
-            extra: by page, what it is found by beside its tokens; None: it cannot be found.
+            extra: by page, what it is found by beside its tokens; or why it cannot be found.
         """
         with self._lock:
             try:
@@ -403,7 +404,7 @@ class SchedulerHalf:
             except Exception as error:  # noqa: BLE001 - no error leaves this module
                 self._mistaken("a request comes", error)
 
-    def _arrived(self, request: RequestView, lora: PendingName | None, extra: Extra | None) -> None:
+    def _arrived(self, request: RequestView, lora: PendingName | None, extra: Extra | str) -> None:
         link = self._glance()
         former = self._requests.here.pop(request.request_id, None)
         if former is not None:
@@ -427,8 +428,8 @@ class SchedulerHalf:
             self._requests.alone(tracked, self.changes.why_alone)
         elif self._base in self._resets.due:
             self._requests.alone(tracked, UNDONE)
-        elif not tokens or extra is None:
-            self._requests.alone(tracked, "no tokens that it could be found by")
+        elif isinstance(extra, str) or not tokens:
+            self._requests.alone(tracked, extra if isinstance(extra, str) else NO_TOKENS)
         else:
             tracked.link, tracked.life, tracked.known_tokens = link, self._life, len(tokens)
             tracked.extra = extra or None

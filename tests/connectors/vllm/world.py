@@ -26,6 +26,7 @@ from kvd.client.mover.pending_copy import CopyState
 from kvd.client.mover.pieces import NO_BLOCK
 from kvd.connectors.identity import UnknownWeights
 from kvd.connectors.vllm.layout import LayerGroup
+from kvd.connectors.vllm.media import NO_TOKENS
 from kvd.connectors.vllm.options import VllmOptions
 from kvd.connectors.vllm.scheduler import SchedulerHalf
 from kvd.connectors.vllm.worker import WorkerHalf
@@ -911,7 +912,7 @@ class WorldEngine:
     def add(self, request, extra=(), lora=None):
         """``extra`` None: it cannot be found."""
         self.requests[request.request_id] = request
-        self.half.arrived(request, lora=lora, extra=None if extra is None else dict(extra))
+        self.half.arrived(request, lora=lora, extra=NO_TOKENS if extra is None else dict(extra))
         self.waiting.append(request)
         return request
 
