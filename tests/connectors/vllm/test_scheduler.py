@@ -619,7 +619,7 @@ def test_blocks_are_held_until_the_last_rank_has_answered(node):
     engine.delays = True
     request = engine.add(Request(1, PROMPT))
     engine.step()
-    ((report, _, _),) = engine.late
+    (report,) = engine.late
     (order,) = engine.saves
     assert engine.finish(request) is None
     assert not engine.kept
