@@ -177,9 +177,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
                 ranks=ranks,
             )
             self._scheduler.arrivals.is_on = self._options.load_parts and self._failed is None
-            self._blocks.on_reset = self._scheduler.fill_no_more
-            self._blocks.on_tried = self._scheduler.changes.own_reset
-            hear_of_weights(self._weights_change, self._weights_go)
+            self._hear_of_weights(self._scheduler)
             if vllm_config.lora_config is not None:
                 self._hear_of_adapters(self._scheduler)
             self._scheduler.watch()
@@ -195,6 +193,12 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
                 see_adapters_read(self._worker.adapters.read)
 
     # ---- the scheduler's half ----------------------------------------------------------------
+
+    def _hear_of_weights(self, scheduler: SchedulerHalf) -> None:
+        """Have it told of resets of vLLM's own cache, and of calls that change the weights."""
+        self._blocks.on_reset = scheduler.fill_no_more
+        self._blocks.on_tried = scheduler.changes.own_reset
+        hear_of_weights(self._weights_change, self._weights_go)
 
     def _hear_of_adapters(self, scheduler: SchedulerHalf) -> None:
         """Have both told of what vLLM does with its adapters."""
