@@ -198,8 +198,8 @@ def adapter():
     made = {}
     for layer in range(TEXT["num_hidden_layers"]):
         at = f"base_model.model.language_model.model.layers.{layer}.self_attn.v_proj"
-        made[f"{at}.lora_A.weight"] = torch.randn(8, 128, generator=draw)
-        made[f"{at}.lora_B.weight"] = torch.randn(64, 8, generator=draw)
+        made[f"{at}.lora_A.weight"] = torch.randn(8, 128, generator=draw) * 0.3
+        made[f"{at}.lora_B.weight"] = torch.randn(64, 8, generator=draw) * 0.1
     return made
 
 

@@ -72,6 +72,7 @@ def break_loads(where):
 
 PREEMPTED: list[str] = []
 ENCODED: list[str] = []
+DRAFTED: list[tuple[int, int]] = []
 
 
 def started(asked):
@@ -93,6 +94,7 @@ def started(asked):
         break_loads(asked["breaks"])
     note_preemptions()
     note_encoders()
+    note_drafts()
     fork_ranks()
     if asked["engine"].pop("overlaps", False):
         overlap_batches()
@@ -144,6 +146,7 @@ def answers_of(engine, ask):
             "of_prompt": logprobs_of(out.prompt_logprobs),
             "preempted": sorted(PREEMPTED),
             "encoded": list(ENCODED),
+            "drafted": list(DRAFTED),
         }
         for out in engine.generate(
             prompts_of(ask),
@@ -240,6 +243,19 @@ def note_encoders():
         allocate(manager, request, number)
 
     EncoderCacheManager.allocate = noted
+
+
+def note_drafts():
+    """Have ``DRAFTED`` say of each step that verifies how many tokens are drafted, and kept."""
+    from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
+
+    stats = Scheduler.make_spec_decoding_stats
+
+    def noted(scheduler, *args, **told):
+        DRAFTED.append((told["num_draft_tokens"], told["num_accepted_tokens"]))
+        return stats(scheduler, *args, **told)
+
+    Scheduler.make_spec_decoding_stats = noted
 
 
 def logprobs_of(prompt):
