@@ -140,6 +140,33 @@ def test_an_adapter_is_loaded_for_from_its_second_request_on(forks, models, tmp_
     assert [one["tokens"] for one in answers] == computed("adapter", [ids]) * 4
 
 
+def test_an_adapter_that_vllm_has_read_is_what_it_was_read_as(forks, models, tmp_path, computed):
+    """Where its file is written over: vLLM maps that, and copies of it anew for each turn.
+
+    Its requests wait behind one of another adapter, which takes its place meanwhile.
+    """
+    ids, path, by = prompt(300, 41), str(tmp_path / "mine"), str(models / "adapter-2")
+    shutil.copytree(models / "adapter", path)
+    mine, busy = ["mine", 1, path], ["busy", 2, by]
+    play = [
+        ["ask", "read", SMALL, mine],
+        ["end"],
+        ["ask", "busy", [5] * 40, busy, {"max_tokens": 8}],
+        ["until", "runs", "busy"],
+        ["ask", "ran", ids, mine],
+        ["steps", 2],
+        ["replace", "in place", path, by],
+    ]
+    with one_daemon(tmp_path, pool_of(4)) as daemon:
+        engine = LORA | {"max_cpu_loras": 2}
+        found = forks.answers(models / "model", daemon, [WARM, {"play": play}], PATIENT, **engine)
+        again = of_first(models, [ids])
+        (answer,) = forks.answers(models / "model", daemon, again, PATIENT, **LORA)[1:]
+    (own,) = computed("adapter", [ids])
+    assert (answer["cached"], answer["tokens"]) == (288, own)
+    assert found[-1]["ran"]["tokens"] == own
+
+
 # ---- between a load and the first step behind it -------------------------------------------------
 
 
@@ -216,13 +243,15 @@ def test_what_was_loaded_before_it_is_read_anew_is_not_gone_on_from(
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlapping"])
+@pytest.mark.parametrize("how", WAYS)
 def test_what_was_loaded_is_gone_on_from_where_nothing_happens(
-    waiting, computed, tmp_path, overlaps
+    waiting, computed, tmp_path, how, overlaps
 ):
     """Whatever lies at its path by now: vLLM has what it has read. The negative control."""
     again = ["ask", "again", waiting.ids, waiting.mine]
+    replaced = ["replace", how, waiting.path, waiting.by]
     with one_daemon(tmp_path, pool_of(4)) as daemon:
-        found = waiting.then(daemon, [waiting.replaced, again], overlaps=overlaps)
+        found = waiting.then(daemon, [replaced, again], overlaps=overlaps)
     (own,) = computed("adapter", [waiting.ids])
     assert [found[name]["tokens"] for name in ("left", "again")] == [own, own]
     assert [found[name]["cached"] for name in ("left", "again")] == [288, 288]

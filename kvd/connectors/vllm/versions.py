@@ -289,16 +289,43 @@ def see_adapters_read(around: Callable[[Any, Callable[[], Any]], Any]) -> None:
     """Have each adapter that vLLM's worker in this process reads be read by ``around``.
 
     It is given what is read, and what does it. No vLLM tells that to a connector. Who is told is
-    the last that asked.
+    the last that asked. What is read is vLLM's own from then on, whatever becomes of the files.
     """
     reads = _READS
     if reads is None:
         return
 
     def seen(manager: Any, adapter: Any) -> Any:
-        return around(adapter, lambda: reads(manager, adapter))
+        return around(adapter, lambda: _unmapped(reads(manager, adapter)))
 
     WorkerLoRAManager._load_adapter = seen  # noqa: SLF001 - as above
+
+
+@runtime_checkable
+class PinnableTensor(Protocol):
+    """Of torch."""
+
+    def is_pinned(self) -> bool:
+        """Whether it lies in memory that a device reads; that is no file."""
+        ...
+
+    def clone(self) -> PinnableTensor:
+        """As much in memory of its own."""
+        ...
+
+
+def _unmapped(model: Any) -> Any:
+    """The same adapter, none of whose weights is a file that is mapped.
+
+    vLLM copies them to its layers each time that the adapter is given a place there. Where memory
+    is not pinned, as on a CPU, it copies them from the file itself, and whoever writes to that has
+    changed them.
+    """
+    for weights in (*model.loras.values(), *(attribute(model, "modules_to_save") or {}).values()):
+        for name, found in list(vars(weights).items()):
+            if isinstance(found, PinnableTensor) and not found.is_pinned():
+                setattr(weights, name, found.clone())
+    return model
 
 
 ONE_GROUP_ONLY: Final = (
