@@ -167,6 +167,28 @@ def test_an_adapter_that_vllm_has_read_is_what_it_was_read_as(forks, models, tmp
     assert found[-1]["ran"]["tokens"] == own
 
 
+def test_what_vllm_computes_without_an_adapter_beside_one_is_not_cached(forks, models, tmp_path):
+    """On a CPU it takes the last adapter for none; nothing else of such an engine is amiss."""
+    first, ids, behind = (prompt(300, seed) for seed in (51, 52, 53))
+    mine = ["mine", 1, str(models / "adapter")]
+    play = [
+        ["ask", "first", first, None],
+        ["end"],
+        ["ask", "busy", [5] * 40, mine, {"max_tokens": 8}],
+        ["until", "runs", "busy"],
+        ["ask", "beside", ids, None],
+        ["end"],
+        ["ask", "behind", [*ids, *behind], None],
+    ]
+    asks = [{"ids": one} for one in (first, ids, [*ids, *behind])]
+    alone = forks.answers(models / "model", None, asks)
+    with one_daemon(tmp_path, pool_of(4)) as daemon:
+        forks.answers(models / "model", daemon, [WARM, {"play": play}], PATIENT, **LORA)
+        found = forks.answers(models / "model", daemon, [WARM, *asks], PATIENT)[1:]
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in alone]
+    assert found[0]["cached"] == 288
+
+
 # ---- between a load and the first step behind it -------------------------------------------------
 
 

@@ -208,6 +208,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         adapters.on_doubt = scheduler.doubt_adapters
         adapters.numbers_here = scheduler.adapters_here
         scheduler.adapter_stays = adapters.stays
+        # Its operations for these take -1, which stands for none, as the last place of all.
+        scheduler.mixes_adapters = current_platform.is_cpu()
 
         def loads(adapter: AdapterView) -> None:
             """What is read is said in a step."""

@@ -97,6 +97,9 @@ RESET: Final = "the cache was reset"
 OTHER_ADAPTER: Final = "its adapter was loaded anew, with other weights"
 READ_ANEW: Final = "its adapter may be read anew before its first step"
 UNDONE: Final = "the cache was reset, and the daemon has not done it yet"
+BESIDE_ADAPTERS: Final = (
+    "it has no adapter, and this vLLM may compute it by one that is in the same step"
+)
 RESTARTED: Final = "the daemon was restarted, or its session ended"
 
 
@@ -122,6 +125,10 @@ class SchedulerHalf:
     """Whether the workers have something to say, and a step is needed for it, were it an empty one.
     """
     look_every_s = LOOK_EVERY_S
+    mixes_adapters = False
+    """Whether vLLM computes a request without an adapter by one that is in the same step."""
+    _mixed = ""
+    """Why those without an adapter are alone since such a step: its own cache has that KV."""
     _number = 0
     """Of the last step."""
 
@@ -424,8 +431,8 @@ class SchedulerHalf:
             self._requests.alone(tracked, NOBODY)
         elif link.is_silent:
             self._requests.alone(tracked, SILENT)
-        elif self.changes.why_alone:
-            self._requests.alone(tracked, self.changes.why_alone)
+        elif why := self.changes.why_alone or (lora is None and self._mixed):
+            self._requests.alone(tracked, why)
         elif self._base in self._resets.due:
             self._requests.alone(tracked, UNDONE)
         elif isinstance(extra, str) or not tokens:
@@ -612,6 +619,8 @@ class SchedulerHalf:
             loads: list[CopyOrder] = []
             saves: list[CopyOrder] = []
             try:
+                if self.mixes_adapters:
+                    self._see_mixed(scheduled)
                 self._step(scheduled, preempted, loads, saves)
             except Exception as error:  # noqa: BLE001 - no error leaves this module
                 self._mistaken("a step", error)
@@ -665,6 +674,16 @@ class SchedulerHalf:
             self._ending.settle()
         if gathering is not None:
             gathering.send_gathered()
+
+    def _see_mixed(self, scheduled: Collection[str]) -> None:
+        """Whether this step has requests with adapters and without: the latter go on alone."""
+        here = self._requests.here
+        have = {here[request].naming.number is not None for request in scheduled if request in here}
+        if len(have) > 1:
+            self._mixed = BESIDE_ADAPTERS
+            for tracked in self._requests.all_of_them():
+                if tracked.naming.number is None:
+                    self._requests.alone(tracked, BESIDE_ADAPTERS)
 
     def _computed(
         self, due: list[Tracked], scheduled: Mapping[str, int], saves: list[CopyOrder]
