@@ -272,7 +272,7 @@ class PlayedEngine:
         self._elsewhere()
         report, self._report = self._report, self._done(orders)
         loaded = set(orders.failed) | {order.request for order in orders.loads}
-        self.times.run(OUTPUT, self.half.reported, report, loaded=loaded, failed=set(orders.failed))
+        self.times.run(OUTPUT, self.half.reported, report)
         for request_id in loaded:
             request = self._loads.pop(request_id)
             self.times.run(ALLOCATED, self.half.given_blocks, request, 0)
