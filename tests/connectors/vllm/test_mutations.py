@@ -18,7 +18,7 @@ from tests.connectors.vllm.stand_ins import CountedBlocks, Request
 from tests.connectors.vllm.test_restarts import PROMPT, walk
 from tests.connectors.vllm.world import World, WorldBlocks, WorldCopy, WorldEngine, WorldWorker
 
-SEEDS = range(100, 200)
+SEEDS = range(100, 400)
 WINDOW = 7
 
 
