@@ -7,6 +7,8 @@ puts beside the environment (``torchvision``), since the one of PyPI does not lo
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -206,6 +208,27 @@ def test_how_an_image_is_prepared_tells_it_apart(forks, media, alone, tmp_path):
             assert tokens_of(found) == alone(*asks)
             assert cached(found) == wanted
     assert len(set(map(tuple, alone(*asks)))) == 2
+
+
+def test_how_a_models_files_say_that_images_are_prepared_tells_them_apart(forks, media, tmp_path):
+    """Where its weights have a name too: vLLM's digest of an image is of its pixels alone."""
+    model, ask = tmp_path / "llava", shows(1)
+    shutil.copytree(media / "llava", model)
+    file = model / "processor_config.json"
+    told = json.loads(file.read_text())
+    found, wanted = [], []
+    with one_daemon(tmp_path, POOL) as daemon:
+        for normalizes in (True, False):
+            told["image_processor"]["do_normalize"] = normalizes
+            file.write_text(json.dumps(told))
+            for _ in range(2):
+                asks = [WARM, ask]
+                named = PATIENT | {"kvd.weights": "release-7"}
+                found.append(forks.answers(model, daemon, asks, named, **HOW)[-1])
+            wanted += tokens_of(forks.answers(model, None, [ask], **HOW)) * 2
+    assert wanted[0] != wanted[2]
+    assert tokens_of(found) == wanted
+    assert cached(found) == [0, 128] * 2
 
 
 def test_a_name_that_a_user_has_given_is_not_taken_for_a_content(forks, media, alone, tmp_path):

@@ -212,6 +212,8 @@ def identity_of(  # noqa: PLR0913 - each is another place where a part is found
     gathered.add("weights", lambda: _lasting(config, options, files_of, changed_by))
     gathered.add("draft", lambda: _draft(config, files_of))
     gathered.add("multimodal", lambda: _multimodal(model.multimodal_config, since_ns))
+    if options.weights and model.multimodal_config is not None:
+        gathered.add("prepared", lambda: _prepared(model, config.load_config, since_ns, snapshot))
     gathered.add(
         "environment", lambda: {n: environment[n] for n in ENVIRONMENT if n in environment}
     )
@@ -352,6 +354,23 @@ def _multimodal(config: Any, since_ns: int) -> object:
     scales = attribute(config, "mm_encoder_fp8_scale_path")
     files = weight_files(Path(scales), since_ns=since_ns).in_words() if scales else ""
     return [described(config, apart=MULTIMODAL_APART), files]
+
+
+def _prepared(
+    model: Any,
+    load: Any,
+    since_ns: int,
+    snapshot: Callable[[str, str | None, str | None], str | None],
+) -> object:
+    """What its files say of how images and sound are prepared, where its weights have a name.
+
+    What vLLM calls an image is a digest of what it is before that.
+    """
+    path = str(model.model)
+    if not Path(path).is_dir():
+        path = snapshot(path, model.revision, load.download_dir) or ""
+    files = sorted(Path(path).glob("*processor_config.json")) if path else []
+    return [[file.name, weight_files(file, since_ns=since_ns).digest] for file in files]
 
 
 def _blocks(specs: Sequence[tuple[Sequence[str], object]]) -> object:

@@ -368,6 +368,27 @@ def test_how_a_picture_is_made_an_embedding_of(model):
     assert sees(mm_processor_cache_gb=7) == sees()
 
 
+def test_how_a_models_files_say_that_pictures_are_prepared_counts_beside_named_weights(model, hub):
+    def engine_of(path, **how):
+        def change(config):
+            config.model_config.multimodal_config = CLASSES["MultiModalConfig"]()
+
+        return engine(path, change, options={"weights": "release-7"}, **how)
+
+    for path, how in ((model, {}), ("meta/llama-tiny", {"snapshot": lambda *_: str(hub)})):
+        place = model if path == model else hub
+        before = [engine_of(path, **how).namespace]
+        for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+            for text in ("{}", '{"size": 7}'):
+                (place / name).write_text(text)
+                before.append(engine_of(path, **how).namespace)
+        assert len(set(before)) == 5
+        assert engine_of(path, **how).namespace == before[-1]
+    nowhere = engine_of("nowhere/llama-tiny")
+    assert not nowhere.alone
+    assert engine_of(model, since_ns=0).alone, "they may have been others when they were read"
+
+
 def test_no_secret_is_in_a_part(model):
     def change(config):
         config.model_config.hf_token = "hf_secret"
