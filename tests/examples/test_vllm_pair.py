@@ -208,3 +208,11 @@ def test_a_process_of_a_session_is_found_until_it_has_ended(demo):
     os.killpg(own.pid, 9)
     own.wait()
     demo.wait_until(lambda: not demo.session(own.pid), lambda: "it lives on", 10)
+
+
+def test_what_looks_at_it_needs_no_package():
+    """`make setup-vllm` does that by the interpreter it was given, which may have none."""
+    look = [sys.executable, "-S", "-m", "tests.engines.environment"]
+    named = {"PYTHONPATH": str(HERE.parents[1]), "KVD_VLLM_PYTHON": "/nowhere/python"}
+    done = subprocess.run(look, env=named, capture_output=True, text=True, check=False)
+    assert "KVD_VLLM_PYTHON=/nowhere/python cannot be run" in done.stderr

@@ -20,8 +20,6 @@ import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
-from kvd.connectors.identity import attribute
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -321,7 +319,8 @@ def _unmapped(model: Any) -> Any:
     is not pinned, as on a CPU, it copies them from the file itself, and whoever writes to that has
     changed them.
     """
-    for weights in (*model.loras.values(), *(attribute(model, "modules_to_save") or {}).values()):
+    more = getattr(model, "modules_to_save", None) or {}
+    for weights in (*model.loras.values(), *more.values()):
         for name, found in list(vars(weights).items()):
             if isinstance(found, PinnableTensor) and not found.is_pinned():
                 setattr(weights, name, found.clone())
@@ -356,7 +355,7 @@ def _can_sleep(model: Any) -> bool:
     """Whether its memory can be given away: vLLM asks for no more than how it was allocated."""
     if model is None:
         return False
-    return model.enable_sleep_mode or attribute(model, "enable_cumem_allocator") is True
+    return model.enable_sleep_mode or getattr(model, "enable_cumem_allocator", False) is True
 
 
 class FailedBlocks:
