@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kvd.connectors.attributes import attribute
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -143,14 +145,6 @@ def _without_places(found: Any) -> Any:
         return found
     left = {key: item for key, item in found.items() if key not in CONFIG_APART}
     return {key: _without_places(item) for key, item in left.items()}
-
-
-def attribute(value: Any, name: str) -> Any:
-    """None where it has none: another version's, or one that is never set."""
-    try:
-        return getattr(value, name)
-    except AttributeError:
-        return None
 
 
 class IdentityParts:

@@ -50,7 +50,7 @@ from typing_extensions import override
 
 from kvd.client import room_of
 from kvd.client.mover.engine_memory import HOST
-from kvd.connectors.identity import attribute
+from kvd.connectors.attributes import attribute
 from kvd.connectors.sglang.backend import NOT_WATCHED, namespace_of
 from kvd.connectors.sglang.chains import PromptKeys, keys_of_prompt
 from kvd.connectors.sglang.device_pool import MetadataRows, TransferPool

@@ -21,11 +21,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvd.connectors.attributes import attribute
 from kvd.connectors.identity import (
     EngineIdentity,
     IdentityParts,
     UnknownWeights,
-    attribute,
     described,
     plain,
 )

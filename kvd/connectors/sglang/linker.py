@@ -37,7 +37,7 @@ from typing_extensions import override
 
 from kvd.client import KvdError
 from kvd.client.mover.engine_memory import HOST
-from kvd.connectors.identity import attribute
+from kvd.connectors.attributes import attribute
 from kvd.connectors.refusals import BROKEN
 from kvd.connectors.sglang.backend import NOT_WATCHED, namespace_of
 from kvd.connectors.sglang.chains import KnownChains, PageChain

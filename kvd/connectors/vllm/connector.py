@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from kvd.client import KvdError, connect_sync
-from kvd.connectors.identity import attribute
+from kvd.connectors.attributes import attribute
 from kvd.connectors.vllm.identity import (
     BlockPacking,
     adapter_rules,

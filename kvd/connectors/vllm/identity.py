@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
+from kvd.connectors.attributes import attribute
 from kvd.connectors.identity import (
     DIGEST_CHARS,
     MEMBER,
     EngineIdentity,
     IdentityParts,
     UnknownWeights,
-    attribute,
     described,
     digest_of,
     plain,

@@ -11,7 +11,7 @@ import hashlib
 import re
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from kvd.connectors.identity import attribute
+from kvd.connectors.attributes import attribute
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,6 +20,8 @@ import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
+from kvd.connectors.attributes import attribute
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -319,7 +321,7 @@ def _unmapped(model: Any) -> Any:
     is not pinned, as on a CPU, it copies them from the file itself, and whoever writes to that has
     changed them.
     """
-    more = getattr(model, "modules_to_save", None) or {}
+    more = attribute(model, "modules_to_save") or {}
     for weights in (*model.loras.values(), *more.values()):
         for name, found in list(vars(weights).items()):
             if isinstance(found, PinnableTensor) and not found.is_pinned():
@@ -355,7 +357,7 @@ def _can_sleep(model: Any) -> bool:
     """Whether its memory can be given away: vLLM asks for no more than how it was allocated."""
     if model is None:
         return False
-    return model.enable_sleep_mode or getattr(model, "enable_cumem_allocator", False) is True
+    return model.enable_sleep_mode or attribute(model, "enable_cumem_allocator") is True
 
 
 class FailedBlocks:
