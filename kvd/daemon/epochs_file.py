@@ -38,6 +38,7 @@ from kvd.core.effects import KeptFlush
 from kvd.core.inputs import EpochsFound, EpochsKept
 from kvd.core.leases.epochs import MAX_EPOCH
 from kvd.daemon.socket_activation import UnfitConfig
+from kvd.daemon.whole_file import write_whole
 
 if TYPE_CHECKING:
     from kvd.config import Config
@@ -185,28 +186,6 @@ class EpochsFile:
             f"{self.path}, which says the epochs of namespaces, {why}. Restore it; or remove it, "
             "drop what is cached (kvd drop), and say the epochs of now again (kvd epoch)"
         )
-
-
-def write_whole(path: Path, said: bytes) -> None:
-    """Put this in the place of a file; a crash of the host then leaves it there.
-
-    Raises:
-        OSError: it may not be there, and what was before is then; never a half of it.
-    """
-    fresh = path.with_name(f"{path.name}.new")
-    with contextlib.suppress(FileNotFoundError):
-        fresh.unlink()  # of a daemon that was killed while it wrote
-    file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
-    with open(file, "wb") as opened:
-        opened.write(said)
-        opened.flush()
-        os.fsync(file)
-    fresh.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 class EpochKeeper:

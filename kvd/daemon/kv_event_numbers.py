@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from kvd.daemon.epochs_file import write_whole
 from kvd.daemon.socket_activation import UnfitConfig
+from kvd.daemon.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable

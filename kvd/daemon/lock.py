@@ -14,7 +14,10 @@ import os
 import re
 import secrets
 import time
+from pathlib import Path
 from typing import Final, NamedTuple
+
+from kvd.daemon.whole_file import write_whole
 
 WAIT_S = 3.0
 """A killed daemon's transfer process ends within milliseconds; three seconds is somebody alive."""
@@ -109,7 +112,7 @@ def next_birth(descriptor: int, path: str) -> Birth:
     home = last.home or secrets.token_hex(16)
     # Peers refuse an incarnation that is older than one they know.
     birth = Birth(max(time.time_ns(), last.at_ns + 1), home)
-    _write_whole(f"{path}{_BIRTH}", f"{birth.at_ns} {birth.home}\n".encode())
+    write_whole(Path(f"{path}{_BIRTH}"), f"{birth.at_ns} {birth.home}\n".encode())
     # For people, and for versions of kvd that look for births here.
     line = f"{os.getpid()} {birth.at_ns}\n".encode()
     os.pwrite(descriptor, line, 0)
@@ -129,20 +132,3 @@ def _last_birth(descriptor: int, path: str) -> Birth:
     if not at_ns.isdecimal() or not _HOME.fullmatch(home):
         return Birth(in_lock, "")
     return Birth(max(int(at_ns), in_lock), home)
-
-
-def _write_whole(path: str, data: bytes) -> None:
-    """``data`` is all that is in ``path``, on the disk too, or what was there before is."""
-    passing = f"{path}.new"
-    descriptor = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(descriptor, data)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    os.replace(passing, path)
-    directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

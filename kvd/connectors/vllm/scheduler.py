@@ -127,8 +127,8 @@ class SchedulerHalf:
     look_every_s = LOOK_EVERY_S
     mixes_adapters = False
     """Whether vLLM computes a request without an adapter by one that is in the same step."""
-    _mixed = ""
-    """Why those without an adapter are alone since such a step: its own cache has that KV."""
+    _has_mixed = False
+    """Whether there was such a step: vLLM's own cache has that KV from then on."""
     _number = 0
     """Of the last step."""
 
@@ -431,7 +431,7 @@ class SchedulerHalf:
             self._requests.alone(tracked, NOBODY)
         elif link.is_silent:
             self._requests.alone(tracked, SILENT)
-        elif why := self.changes.why_alone or (lora is None and self._mixed):
+        elif why := self._why_alone(lora):
             self._requests.alone(tracked, why)
         elif self._base in self._resets.due:
             self._requests.alone(tracked, UNDONE)
@@ -444,6 +444,11 @@ class SchedulerHalf:
                 self._look_ups.begin(link, tracked)
             except KvdError as error:
                 self._requests.alone_after(tracked, error)
+
+    def _why_alone(self, lora: PendingName | None) -> str:
+        """Why KV of the engine's own cache, that this one may go on from, is not as named."""
+        mixed = BESIDE_ADAPTERS if self._has_mixed and lora is None else ""
+        return self.changes.why_alone or mixed
 
     def matched(self, request: RequestView, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens behind those that vLLM has itself can be loaded; None: not known yet.
@@ -619,7 +624,7 @@ class SchedulerHalf:
             loads: list[CopyOrder] = []
             saves: list[CopyOrder] = []
             try:
-                if self.mixes_adapters:
+                if self.mixes_adapters and not self._has_mixed:
                     self._see_mixed(scheduled)
                 self._step(scheduled, preempted, loads, saves)
             except Exception as error:  # noqa: BLE001 - no error leaves this module
@@ -680,7 +685,7 @@ class SchedulerHalf:
         here = self._requests.here
         have = {here[request].naming.number is not None for request in scheduled if request in here}
         if len(have) > 1:
-            self._mixed = BESIDE_ADAPTERS
+            self._has_mixed = True
             for tracked in self._requests.all_of_them():
                 if tracked.naming.number is None:
                     self._requests.alone(tracked, BESIDE_ADAPTERS)

@@ -350,6 +350,11 @@ def _cache_key(name: str, path: str, *, by_name: bool) -> tuple[str, str]:
     return name, "" if by_name else path
 
 
+def _not_told_apart(sharing: Mapping[tuple[str, str], set[int]], number: int) -> set[int]:
+    """Numbers that share anything with that one, by ``_cache_key``."""
+    return set().union(*(numbers for numbers in sharing.values() if number in numbers))
+
+
 class Adapters:
     """What the adapters of one engine are known by.
 
@@ -498,8 +503,7 @@ class Adapters:
 
     def _sharers(self, number: int) -> set[int]:
         """Those that vLLM's own cache does not tell from it, and itself."""
-        found = (numbers for numbers in self._sharing.values() if number in numbers)
-        return {number}.union(*found)
+        return {number} | _not_told_apart(self._sharing, number)
 
     def _begins(self, adapter: AdapterView) -> str:
         """It is used now, or read: why nobody can know its weights; empty: they can.
@@ -616,7 +620,7 @@ class ReadAdapters:
             self._stamps.setdefault(number, stamp)
             key = _cache_key(adapter.lora_name, adapter.lora_path, by_name=self.by_name)
             self._sharing.setdefault(key, set()).add(number)
-        sharing = set().union(*(numbers for numbers in self._sharing.values() if number in numbers))
+        sharing = _not_told_apart(self._sharing, number)
         if all(self._stamps[one] == stamp for one in sharing):
             sharing &= {number}
         else:
